@@ -14,7 +14,7 @@ from vqkv import CompressedCache, calibrate, presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.predictive import Known
+from vqkv.codecs.predictive import Reconstructions
 from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate, unrotate
 from vqkv.models.load import describe
@@ -86,7 +86,7 @@ class Oracle:
             t.place, t.read = "window", halved(t.given)
 
     def _pack(self, tokens):
-        known = Known(self.compressor.last_readers)
+        known = Reconstructions(self.compressor.last_readers)
         read = [[None, None] for _ in range(LAYERS)]
         for layer in range(LAYERS):
             for role in (0, 1):

@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import pkgutil
 import random
-from functools import partial
 from shutil import copytree
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import forked
 import pytest
 import small_models
 import torch
-from huggingface_hub import ModelCard, create_repo
+from huggingface_hub import HfApi, ModelCard
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file
@@ -233,7 +232,7 @@ def test_push_and_pull(residual, tmp_path, monkeypatch):
 
 
 def test_a_hub_out_of_reach(residual, monkeypatch):
-    monkeypatch.setattr("vqkv.cache.compressor.create_repo", partial(create_repo, endpoint="http://localhost:9"))
+    monkeypatch.setattr("vqkv.cache.compressor.create_repo", HfApi("http://localhost:9", token="none").create_repo)
     with pytest.raises(FormatError, match="'me/mine' is not on the hub .*save_pretrained writes a folder"):
         residual.push_to_hub("me/mine")
 

@@ -5,7 +5,7 @@ from torch.autograd.profiler import profile
 
 from vqkv import presets
 from vqkv.cache.meter import tensor_bytes
-from vqkv.codecs.predictive import JointCodec, Known, Prediction, last_readers
+from vqkv.codecs.predictive import JointCodec, Prediction, Reconstructions, last_readers
 from vqkv.codecs.predictor_kinds import Slice
 
 LAYERS, HEADS, DIM, TOKENS = 10, 4, 16, 1024
@@ -42,7 +42,7 @@ def test_layers_stored_together_are_read_one_after_the_other():
     readers = last_readers({("key", 1 + i): prediction for i, prediction in enumerate(own)})
 
     def read():
-        known = Known(readers)
+        known = Reconstructions(readers)
         first = JointCodec(codec, ("key", 0), heads=HEADS).decode(payload, known)
         yield first
         for prediction in own:

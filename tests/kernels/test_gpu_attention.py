@@ -16,35 +16,29 @@ def assert_same(query, keys, values, turn=None, tolerance=2e-3):
     as_decoded(triton, query, keys, values, turn, tolerance)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 131])
-def test_every_format_on_a_gpu(name, tokens):
-    keys, values = made(name, tokens=tokens)
-    assert_same(gaussian(2, 6, 1, keys.shape[3]), keys, values)
+ROTATED = [
+    *[("residual 11 bits", 100_003, 1), ("residual 7 bits", 0, 1), ("one group", 0, 1), ("grid 256", 100_003, 1)],
+    *[("int4 128/64", 9, 1), ("int2 64/16", 9, 1), ("int4 96/48", 0, 1)],
+    *[("live one size", 0, 16), ("live by head", 37, 16), ("live by head", 100_003, 16)],
+]
+PAIRS = {
+    **{f"{name}, {tokens} tokens": (*made(name, tokens=tokens), None) for name in FORMATS for tokens in (1, 131)},
+    **{f"{name} before RoPE from {start}": (*made(name), (start, block)) for name, start, block in ROTATED},
+    "int8 and product": (affine(64, 8, 64), made("product")[0], None),
+    "residual before RoPE and int2": (made("residual 11 bits")[0], affine(64, 2, 64), (0, 1)),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "block"),
-    [
-        ("residual 11 bits", 100_003, 1), ("residual 7 bits", 0, 1), ("one group", 0, 1), ("grid 256", 100_003, 1),
-        ("int4 128/64", 9, 1), ("int2 64/16", 9, 1), ("int4 96/48", 0, 1),
-        ("live one size", 0, 16), ("live by head", 37, 16), ("live by head", 100_003, 16),
-    ],
-)  # fmt: skip
-def test_keys_before_rope_on_a_gpu(name, start, block):
-    keys, values = made(name)
-    assert_same(gaussian(2, 6, 1, keys.shape[3]), keys, values, rope(keys.shape[3], start, block))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_format_on_a_gpu(pair):
+    keys, values, rotation = PAIRS[pair]
+    assert_same(gaussian(2, 6, 1, keys.shape[3]), keys, values, rotation and rope(keys.shape[3], *rotation))
 
 
 @pytest.mark.parametrize(("num_heads", "new_tokens"), [(3, 1), (24, 1), (6, 5), (12, 3)])
 @pytest.mark.parametrize("name", ["int4 64/16", "live by head"])
 def test_all_query_heads_and_new_tokens_of_a_kv_head_at_once(name, num_heads, new_tokens):
     assert_same(gaussian(2, num_heads, new_tokens, 64), *made(name))
-
-
-def test_keys_and_values_may_differ():
-    assert_same(gaussian(2, 6, 1, 64), affine(64, 8, 64), made("product")[0])
-    assert_same(gaussian(2, 6, 1, 64), made("residual 11 bits")[0], affine(64, 2, 64), rope(64))
 
 
 @pytest.mark.parametrize(("name", "tile"), [("int4 128/64", 128), ("live one size", 16)])

@@ -21,42 +21,27 @@ def same(packed: KernelView, relative: float = 1e-6) -> None:
         assert (found.double() - wanted.double()).abs().max() <= relative * wanted.double().abs().max()
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize(
-    "groups, dim", [(4, 32), (1, 80), (5, 16), (3, 32), (64, 2), (1, 4), (4, 20), (3, 10), (4, 3), (7, 5)]
-)
-def test_shapes_of_heads_and_groups(groups, dim, strided, guarded):
-    same(all_amid(coded(groups, dim, strided=strided, **FEW)))
+SHAPES = [(4, 32), (1, 80), (5, 16), (3, 32), (64, 2), (1, 4), (4, 20), (3, 10), (4, 3), (7, 5)]  # groups, dim
+HEADS = [(128, 64), (128, 32), (80, 40), (96, 96), (12, 3), (16, 2), (8, 1)]  # head_dim, group
+PACKED = [
+    *(coded(*shape, strided=strided, **FEW) for shape in SHAPES for strided in (False, True)),
+    *(coded(2, 8, k, bits, min(2**bits, 300), **FEW) for bits, k in ((1, 9), (3, 5), (8, 2), (11, 8), (16, 1))),
+    *(coded(4, 8, scales=n, every=every, tokens=7) for n, every in ((4, 1), (2, 1), (1, 3), (4, 64))),
+    *(coded(4, 8, scales=n, every=every, strided=True, tokens=7) for n, every in ((4, 1), (2, 1), (1, 3), (4, 64))),
+    coded(4, 8, 1, 8, tables=4, scales=1, **FEW),
+    coded(4, 8, 2, 3, tables=2, dtype=torch.float32, **FEW),
+    *(coded(4, 32, scales=1, strided=True, tokens=tokens, heads=1) for tokens in (0, 1, 63, 100)),
+    *(affine(128, 4, 64, tokens=tokens, heads=1) for tokens in (0, 1, 63, 100)),
+    *(affine(head_dim, bits, group, **FEW) for head_dim, group in HEADS for bits in (2, 4, 8)),
+]
 
 
-@pytest.mark.parametrize("bits, k", [(1, 9), (3, 5), (8, 2), (11, 8), (16, 1)])
-def test_codes_of_any_width(bits, k, guarded):
-    same(all_amid(coded(2, 8, k, bits, size=min(2**bits, 300), **FEW)))
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("scales, every", [(4, 1), (2, 1), (1, 3), (4, 64)])
-def test_scales_of_groups_and_blocks(scales, every, strided, guarded):
-    same(all_amid(coded(4, 8, scales=scales, every=every, strided=strided, tokens=7)))
-
-
-def test_a_table_for_every_group(guarded):
-    same(all_amid(coded(4, 8, 1, 8, tables=4, scales=1, **FEW)))
-    same(all_amid(coded(4, 8, 2, 3, tables=2, dtype=torch.float32, **FEW)))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 63, 100])
-def test_tokens_fill_no_tile(tokens, request):
-    if tokens:
+@pytest.mark.parametrize("packed", PACKED)
+def test_values_are_naive_whatever_the_shape(packed, request):
+    """Groups, widths, scales and tables of any size, and tokens that fill no tile."""
+    if packed.codes.numel():
         request.getfixturevalue("guarded")
-    same(all_amid(coded(4, 32, scales=1, strided=True, tokens=tokens, heads=1)))
-    same(all_amid(affine(128, 4, 64, tokens=tokens, heads=1)))
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("head_dim, group", [(128, 64), (128, 32), (80, 40), (96, 96), (12, 3), (16, 2), (8, 1)])
-def test_affine(head_dim, group, bits, guarded):
-    same(all_amid(affine(head_dim, bits, group, **FEW)))
+    same(all_amid(packed))
 
 
 def test_slices_of_longer_caches_and_codes_at_no_aligned_address():

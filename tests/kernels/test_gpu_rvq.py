@@ -19,20 +19,19 @@ def assert_as_good(x, codebooks, found, expected, most=1.001):
     assert errors[0] <= most * errors[1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "dim", "size", "num_quantizers"),
-    [(1, 1, 3, 1), (63, 4, 60, 3), (65, 5, 100, 1), (100, 20, 257, 2), (5, 64, 3, 8), (9, 100, 70, 2), (3, 256, 1, 2)],
-)
-def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers, guarded):
+SIZES = [
+    *[(1, 1, 3, 1), (63, 4, 60, 3), (65, 5, 100, 1), (100, 20, 257, 2), (5, 64, 3, 8), (9, 100, 70, 2), (3, 256, 1, 2)],
+    (257, 8, 257, 2),  # in programs of the largest size
+]
+
+
+@pytest.mark.parametrize(("rows", "dim", "size", "num_quantizers"), SIZES)
+def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers, monkeypatch, guarded):
     """Equally near codes included: of those, the lowest."""
+    monkeypatch.setattr(triton, "MANY", 257)
     codebooks = whole_numbers(num_quantizers, size, dim, seed=1)
     codebooks[:, -1] = codebooks[:, min(1, size - 1)]  # in another tile
     assert_same(whole_numbers(rows, dim), codebooks)
-
-
-def test_programs_of_many_vectors(monkeypatch, guarded):
-    monkeypatch.setattr(triton, "MANY", 1)
-    assert_same(whole_numbers(257, 8), whole_numbers(2, 257, 8, seed=1))
 
 
 @pytest.mark.parametrize(("magnitude", "second"), [(1, 0.4), (1e-6, 0.4), (1e4, 1e-4)])
@@ -55,26 +54,21 @@ def test_a_residual_needs_more_digits_than_its_vector(dtype):
     assert_same(x, codebooks.half())
 
 
-@pytest.mark.parametrize("strides", [None, (33 * 7 + 2, 7, 1)])
-@pytest.mark.parametrize("garbage", [float("nan"), 1e30])
-def test_what_lies_around_the_inputs_is_not_read(strides, garbage):
-    """Codes and vectors have gaps between them, too."""
-    x, codebooks = whole_numbers(5, 3, 5), whole_numbers(2, 33, 5, seed=1)
-    books = amid(codebooks, strides, garbage)
-    found = triton.rvq_encode(amid(x, (3 * 8 + 1, 8, 1), garbage), books)
-    assert torch.equal(found, naive.rvq_encode(x, codebooks))
+X = whole_numbers(2, 3, 2, 16)
+VIEWS = {
+    "strided groups": X.unflatten(-1, (4, 4)).mT,
+    "heads behind tokens": X.transpose(1, 2).unflatten(-1, (4, 4)),
+    "expanded": X[:1].expand(2, -1, -1, -1).unflatten(-1, (4, 4)),
+    "no two dimensions merge": whole_numbers(2, 2, 2, 3, 4, 4).permute(3, 2, 1, 0, 4, 5),
+    "amid NaN": amid(whole_numbers(5, 3, 4), (3 * 8 + 1, 8, 1)),
+    "amid large numbers": amid(whole_numbers(5, 3, 4), (3 * 8 + 1, 8, 1), 1e30),
+}
 
 
-@pytest.mark.parametrize("view", ["strided groups", "heads behind tokens", "expanded", "no two dimensions merge"])
-def test_views_are_encoded_like_their_copies(view):
-    x = whole_numbers(2, 3, 2, 16)
-    views = {
-        "strided groups": x.unflatten(-1, (4, 4)).mT,
-        "heads behind tokens": x.transpose(1, 2).unflatten(-1, (4, 4)),
-        "expanded": x[:1].expand(2, -1, -1, -1).unflatten(-1, (4, 4)),
-        "no two dimensions merge": whole_numbers(2, 2, 2, 3, 4, 4).permute(3, 2, 1, 0, 4, 5),
-    }
-    assert_same(views[view], whole_numbers(2, 7, 4, seed=1))
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("strides", "garbage"), [(None, float("nan")), ((33 * 7 + 2, 7, 1), 1e30)])
+def test_views_are_encoded_like_their_copies_and_nothing_around_them_is_read(view, strides, garbage):
+    assert_same(VIEWS[view], amid(whole_numbers(2, 33, 4, seed=1), strides, garbage))
 
 
 def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone():

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
+from vqkv.kernels import dispatch
 from vqkv.study import experiments, figures
 from vqkv.study.bench import caches, formats, generation, roofline, stored
 from vqkv.study.bench import speed as speed_bench
@@ -103,6 +104,16 @@ class Scripted:
     def step(self):
         self.tokens += 1
         return (10.0 + self.system + (20 if self.tokens % 128 == 0 else 0)) * (5 if self.tokens // 3 % 3 == 2 else 1)
+
+
+def test_every_kernel_is_timed(monkeypatch):
+    sizes = Sizes(2, 2, 32, rows=40, sweep_rows=20, tokens=24, runs=((1, 16),), codebook_sizes=(16,), depths=(2,))
+    cases = [case for make in speed_bench.OPERATIONS.values() for problem in make(sizes) for case in problem.cases]
+    called, which = set(), dispatch.which
+    monkeypatch.setattr(dispatch, "which", lambda name, *about: called.add(name) or which(name, *about))
+    for case in cases:
+        case.call()
+    assert called == set(dispatch.OPERATIONS)
 
 
 def test_what_is_added_is_the_median_difference_of_the_same_tokens():

@@ -19,7 +19,7 @@ from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictive import ROLES, JointCodec, Known, Place, Prediction, PredictiveCodec, last_readers
+from vqkv.codecs.predictive import ROLES, JointCodec, Place, Prediction, PredictiveCodec, Reconstructions, last_readers
 from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
@@ -116,11 +116,11 @@ class Compressor:
         another model."""
         return CompressedCache(self, plain(model), in_place, decoded_cache_bytes)
 
-    def new_pass(self) -> Known:
+    def new_pass(self) -> Reconstructions:
         """Know nothing yet; see ``reconstruct``."""
-        return Known(self.last_readers)
+        return Reconstructions(self.last_readers)
 
-    def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
+    def reconstruct(self, layer: int, keys, values, known: Reconstructions | None = None) -> tuple:
         """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32, without tokens after
         the last complete block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors
         read other layers. Raises ``DataError`` without a complete block, and where layers are stored together."""

@@ -10,7 +10,7 @@ from vqkv.cache.groups import Group, Pair
 from vqkv.cache.packed_attention import packed_states
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import Sequences, TokenStore, quantize_together
-from vqkv.codecs.predictive import Known, Place, PredictiveCodec
+from vqkv.codecs.predictive import Place, PredictiveCodec, Reconstructions
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.rope import Rotation
@@ -78,7 +78,9 @@ class Batch:
         self.slots, self.new_slots, self.layer = self.slots + new_slots, new_slots, -1
         for group in self.groups:
             shared, positions, count = group.sequences, position_ids, new_slots
-            shared.past, shared.fresh = (Known(self.last_readers) if self.last_readers else None for _ in range(2))
+            shared.past, shared.fresh = (
+                Reconstructions(self.last_readers) if self.last_readers else None for _ in range(2)
+            )
             shared.room = self.room
             if group.slots is not None:
                 own = real[group.row]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.predictive import Known, PredictiveCodec
+from vqkv.codecs.predictive import PredictiveCodec, Reconstructions
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView
 from vqkv.kernels.rope import rotate, unrotate
@@ -32,8 +32,8 @@ class Sequences:
     positions: Tensor | None = None
     seq_len: int = 0
     tables: dict[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    past: Known | None = None
-    fresh: Known | None = None
+    past: Reconstructions | None = None
+    fresh: Reconstructions | None = None
     room: int = 0
 
     def advance(self, new_tokens: int, position_ids: Tensor | None) -> None:

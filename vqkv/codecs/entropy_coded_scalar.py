@@ -15,6 +15,7 @@ from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
 from vqkv.kernels.trellis.naive import REACH as SEARCHED
+from vqkv.kernels.trellis.naive import STATES
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 MIN_BITS, MAX_BITS = 0.01, 10.0
@@ -31,7 +32,7 @@ PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8, two an octave
 RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
 
 FINER = 1.6  # the step of a trellis-coded quantizer is shorter by about this, at the same rate
-STATES, BIT_WEIGHT = 8, 0.05  # of the trellis; squared steps that a bit is worth
+BIT_WEIGHT = 0.05  # squared steps that a bit is worth
 TRELLIS_BISECTIONS = 8  # of two octaves around there
 MAX_COST = 2.0 * HALF + 12  # bits of a code that no table holds
 
@@ -165,10 +166,10 @@ class TrellisCodedScalar(EntropyCodedScalar):
     def _codes(self, channels: Tensor) -> Tensor:
         costs, tables = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
         heads = zip(channels / self.step, tables, self.shifts.int(), strict=True)
-        return torch.stack([trellis_encode(x, costs, table, low, BIT_WEIGHT, STATES) for x, table, low in heads])
+        return torch.stack([trellis_encode(x, costs, table, low, BIT_WEIGHT) for x, table, low in heads])
 
     def _values(self, codes: Tensor) -> Tensor:
-        return trellis_decode(codes.flatten(0, -2), self.step, STATES).view(codes.shape)
+        return trellis_decode(codes.flatten(0, -2), self.step).view(codes.shape)
 
 
 def rounded(x: Tensor, step: Tensor) -> Tensor:

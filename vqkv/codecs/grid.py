@@ -13,7 +13,7 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed
+from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode
 from vqkv.kernels.rvq.tables import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
@@ -217,10 +217,6 @@ class Grid(Quantizer):
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int64 (..., pairs of a row)."""
         return rvq_encode(x.flatten(3).unflatten(-1, (-1, 2)), self.grid.unsqueeze(0)).squeeze(-1), {}
-
-    def store(self, y: Tensor) -> Payload:
-        pairs = y.flatten(3).unflatten(-1, (-1, 2))
-        return Payload({"codes": rvq_encode_packed(pairs, self.grid.unsqueeze(0), self.code_bits)})
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)

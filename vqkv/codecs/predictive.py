@@ -23,10 +23,11 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def inputs(known: Mapping[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
+def inputs(reconstructions: Mapping[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
     """Put the sources' heads side by side, a predictor's input: (batch, seq_len, in_features) in float32."""
     none = like.new_empty(like.shape[0], like.shape[2], 0, dtype=torch.float32)
-    return torch.cat([none, *(side_by_side(known[source]).to(like.device).float() for source in sources)], dim=-1)
+    parts = [side_by_side(reconstructions[source]).to(like.device).float() for source in sources]
+    return torch.cat([none, *parts], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Prediction:
     predictor: Predictor
     sources: tuple[Place, ...]
 
-    def __call__(self, known: Mapping[Place, Any], like: Tensor) -> Tensor:
-        """Predict values of ``like``'s shape, float32, from the reconstructions of the sources in ``known``."""
-        if isinstance(self.predictor, Slice) and callable(read := known[self.sources[0]]):
+    def __call__(self, reconstructions: Mapping[Place, Any], like: Tensor) -> Tensor:
+        """Predict values of ``like``'s shape, float32, from ``reconstructions`` of the sources."""
+        if isinstance(self.predictor, Slice) and callable(read := reconstructions[self.sources[0]]):
             first = self.predictor.start // like.shape[3]
             return read(first, first + like.shape[1]).to(like.device)
-        rows = inputs(known, self.sources, like)
+        rows = inputs(reconstructions, self.sources, like)
         return self.predictor(rows).unflatten(-1, (like.shape[1], like.shape[3])).transpose(1, 2)
 
 
@@ -51,7 +52,7 @@ def last_readers(predictions: Mapping[Place, Prediction]) -> dict[Place, Place]:
     return {source: reader for reader in order for source in predictions[reader].sources}
 
 
-class Known(dict):
+class Reconstructions(dict):
     """Reconstructions by role and layer while one pass goes through the layers, until their last reader has run."""
 
     def __init__(self, last_reader: dict[Place, Place] | None = None):
@@ -78,29 +79,29 @@ class PredictiveCodec:
     def tokens_per_row(self) -> int:
         return self.codec.tokens_per_row
 
-    def encode(self, x: Tensor, known: Known) -> Payload:
+    def encode(self, x: Tensor, reconstructions: Reconstructions) -> Payload:
         """Store only the residual of the prediction (algorithm 2). Raises what ``Codec.encode`` does."""
-        predicted = self._predicted(x, known)
+        predicted = self._predicted(x, reconstructions)
         payload = self.codec.encode(x if predicted is None else x.float() - predicted)
-        known.learn(self.place, lambda: _sum(self.codec.decode(payload), predicted))
+        reconstructions.learn(self.place, lambda: _sum(self.codec.decode(payload), predicted))
         return payload
 
-    def through(self, x: Tensor, known: Known) -> Tensor:
+    def through(self, x: Tensor, reconstructions: Reconstructions) -> Tensor:
         """Read back ``x`` as if it had been stored, float32."""
-        predicted = self._predicted(x, known)
+        predicted = self._predicted(x, reconstructions)
         restored = _sum(self.codec.quantize_dequantize(x if predicted is None else x.float() - predicted), predicted)
-        known.learn(self.place, lambda: restored)
+        reconstructions.learn(self.place, lambda: restored)
         return restored
 
-    def decode(self, payload: Payload, known: Known) -> Tensor:
-        """Add what the reconstructions in ``known`` predict to what is stored (algorithm 3); float32."""
+    def decode(self, payload: Payload, reconstructions: Reconstructions) -> Tensor:
+        """Add what the ``reconstructions`` predict to what is stored (algorithm 3); float32."""
         x = self.codec.decode(payload)
-        restored = _sum(x, self._predicted(x, known))
-        known.learn(self.place, lambda: restored)
+        restored = _sum(x, self._predicted(x, reconstructions))
+        reconstructions.learn(self.place, lambda: restored)
         return restored
 
-    def _predicted(self, like: Tensor, known: Known) -> Tensor | None:
-        return None if self.prediction is None else self.prediction(known, like)
+    def _predicted(self, like: Tensor, reconstructions: Reconstructions) -> Tensor | None:
+        return None if self.prediction is None else self.prediction(reconstructions, like)
 
 
 def _sum(x: Tensor, predicted: Tensor | None) -> Tensor:
@@ -114,7 +115,7 @@ class JointCodec(PredictiveCodec):
 
     heads: int = 0
 
-    def decode(self, payload: Payload, known: Known) -> Tensor:
+    def decode(self, payload: Payload, reconstructions: Reconstructions) -> Tensor:
         read = self.codec.reader(payload)
-        known.learn(self.place, lambda: read)
+        reconstructions.learn(self.place, lambda: read)
         return read(0, self.heads)

@@ -12,7 +12,7 @@ from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
+from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_statistics
 from vqkv.runtime.checks import MAX_SEED
 
 MAX_QUANTIZERS = 64
@@ -94,10 +94,6 @@ class ResidualVQ(Quantizer):
 
     def with_bits(self, bits: float) -> "ResidualVQ":
         return dataclasses.replace(self, num_quantizers=max(1, round(bits * self.group_size / self.code_bits)))
-
-    def store(self, y: Tensor) -> Payload:
-        vectors = y.reshape(*y.shape[:3], -1, self.group_size)
-        return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
     def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups)

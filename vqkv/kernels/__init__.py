@@ -13,7 +13,6 @@ from vqkv.kernels.dispatch import (
     rans_encode,
     rvq_decode,
     rvq_encode,
-    rvq_encode_packed,
     rvq_statistics,
     trellis_decode,
     trellis_encode,

@@ -82,11 +82,6 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     return _find("rvq_encode", x, x, codebooks, beam)(x, codebooks, beam)
 
 
-def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
-    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
-
-
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """codes (..., num_quantizers) -> sums of codes (..., dim), float32."""
     return _find("rvq_decode", codes)(codes, codebooks)
@@ -142,12 +137,12 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     return _find("rans_decode", words)(words, lengths, code, tokens)
 
 
-def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
+def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
     """x (rows, channels), in steps -> int32 codes of least squared error plus ``weight`` times their bits, which
     ``costs`` says. See ``trellis.naive``."""
-    return _find("trellis_encode", x)(x, costs, table_of, shifts, weight, states)
+    return _find("trellis_encode", x)(x, costs, table_of, shifts, weight)
 
 
-def trellis_decode(codes: Tensor, step: Tensor, states: int) -> Tensor:
+def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
     """The values, float32, of codes int32 (rows, channels)."""
-    return _find("trellis_decode", codes)(codes, step, states)
+    return _find("trellis_decode", codes)(codes, step)

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from vqkv.kernels.attention.naive import decode_attention, merge
+from vqkv.kernels.attention.naive import decode_attention
 from vqkv.kernels.entropy.naive import rans_decode, rans_encode
 from vqkv.kernels.formats.naive import affine_encode, decode, grouped_encode
 from vqkv.kernels.packing.naive import pack_codes, unpack_codes

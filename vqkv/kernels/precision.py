@@ -33,7 +33,7 @@ def _changed(device: torch.device):
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        with _lock:  # the last one out puts back what the first one found
+        with _lock:  # the last one out restores what was set before the first one
             before = _callers.pop()
             if not _callers:
                 torch.set_float32_matmul_precision(before)

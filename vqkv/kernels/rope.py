@@ -8,9 +8,9 @@ def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     num_kv_heads, seq_len, head_dim); ``cos`` and ``sin`` (batch or 1, seq_len, rotary_dim). Channels beyond rotary_dim
     pass through."""
     cos, sin = (table.unsqueeze(1).to(keys.device) for table in (cos, sin))
-    turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-    turned = turned * cos + _quarter_turn(turned) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    rotated, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+    rotated = rotated * cos + _rotate_half(rotated) * sin
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def unrotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -18,6 +18,6 @@ def unrotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return rotate(keys, cos, -sin)
 
 
-def _quarter_turn(x: torch.Tensor) -> torch.Tensor:
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)

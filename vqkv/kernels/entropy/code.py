@@ -28,7 +28,7 @@ HALF = 12  # bits of half of an escaped value
 OFFSET = 1 << (2 * HALF - 1)  # added to an escaped value: it lies from -2^23 to 2^23 - 1
 ESCAPE, ESCAPED = -(1 << 31), 1 << 15  # as a table's value, and the bit that marks its slots
 WIDTHS = ((8, 1, 3973), (4, 2, 3482), (2, 7, 2048))  # of units: largest size of a value, least frequency of zeros
-MOST_ESCAPES = 5  # a place of a unit: an escape of frequency p wastes p log2(1/p) bits, here up to 0.01 a value
+MOST_ESCAPES = 5  # for each value of a unit: an escape of frequency p wastes p log2(1/p) bits, here up to 0.01 a value
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +80,10 @@ def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor,
     for number, (each, low) in enumerate(zip(frequencies, least)):
         zeros = int(each[-low]) if 0 <= -low < len(each) - 1 else 0
         made = (_Table.of_units(each, low, width, most) for width, most, least_zeros in WIDTHS if zeros >= least_zeros)
-        found = next((table for table in made if table.escapes <= MOST_ESCAPES * table.width), singles[number])
-        widths.append(found.width)
-        if found.width > 1:
-            units[number] = found
+        chosen = next((table for table in made if table.escapes <= MOST_ESCAPES * table.width), singles[number])
+        widths.append(chosen.width)
+        if chosen.width > 1:
+            units[number] = chosen
     order = [*singles, *units.values()]
     unit_of = {number: len(singles) + i for i, number in enumerate(units)}
     starts = np.cumsum([0, *(len(table.intervals) for table in order)])
@@ -122,17 +122,17 @@ class _Table:
         there = (digits >= least) & (digits < least + len(frequencies) - 1)
         single = np.where(there, frequencies.astype(np.int64)[np.where(there, digits - least, 0)], 0)
         share, packed = np.full(1, 1 << 36, np.int64), np.zeros(1, np.int64)
-        for place in range(width):
+        for digit in range(width):
             share = (single[:, None] * share[None] >> BITS).reshape(-1)
-            packed = ((digits & 15)[:, None] << 4 * place | packed[None]).reshape(-1)
-        found = share + (1 << 23) >> 24
-        found[found.argmax()] -= max(0, found.sum() - TOTAL + 1)  # the escape's slot
-        every = np.append(found, TOTAL - found.sum())
-        return _Table(*_spans(every, np.append(packed, ESCAPE)), most, len(found), width, int(every[-1]))
+            packed = ((digits & 15)[:, None] << 4 * digit | packed[None]).reshape(-1)
+        slots = share + (1 << 23) >> 24
+        slots[slots.argmax()] -= max(0, slots.sum() - TOTAL + 1)  # the escape's slot
+        every = np.append(slots, TOTAL - slots.sum())
+        return _Table(*_spans(every, np.append(packed, ESCAPE)), most, len(slots), width, int(every[-1]))
 
 
 def _spans(frequencies: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Symbols and intervals of values that take so many slots each, in order."""
     first = np.cumsum(frequencies) - frequencies
-    found = values << 32 | (values == ESCAPE) * ESCAPED | frequencies << 16
-    return found[frequencies > 0], np.where(frequencies > 0, frequencies << 16 | first, 0).astype(np.int32)
+    symbols = values << 32 | (values == ESCAPE) * ESCAPED | frequencies << 16
+    return symbols[frequencies > 0], np.where(frequencies > 0, frequencies << 16 | first, 0).astype(np.int32)

@@ -75,7 +75,7 @@ def _encode(start, stop, values, starts, channels, tables, intervals, buffers, l
     tokens = values.shape[2]
     draws = np.empty(5 * (tokens + 8 * LANES), np.int64)
     for stream in range(start, stop):
-        buffer, place = buffers[stream], buffers.shape[1]
+        buffer, position = buffers[stream], buffers.shape[1]
         states[:] = LEAST
         states[0] = starts[stream]
         for channel in range(channels.shape[0] - 1, -1, -1):
@@ -84,16 +84,16 @@ def _encode(start, stop, values, starts, channels, tables, intervals, buffers, l
             if unit < 0 and shift == 0 and _are_within(row, least, least + size):  # most of them
                 for token in range(tokens - 1, -1, -1):
                     draw = _draw_of(intervals[index(begin + row[index(token)] - least)], BITS, token & LANES - 1)
-                    place = _put(draw, states, buffer, place)
+                    position = _put(draw, states, buffer, position)
             else:
                 count = _list_draws(row, channels[channel], tables, intervals, parts, apart, draws)
                 for i in range(count - 1, -1, -1):
-                    place = _put(draws[index(i)], states, buffer, place)
+                    position = _put(draws[index(i)], states, buffer, position)
         for lane in range(LANES - 1, -1, -1):
-            place -= 2
-            buffer[place] = np.int16(np.uint16(states[lane] & np.uint32(0xFFFF)))
-            buffer[place + 1] = np.int16(np.uint16(states[lane] >> WORD))
-        lengths[stream] = buffers.shape[1] - place
+            position -= 2
+            buffer[position] = np.int16(np.uint16(states[lane] & np.uint32(0xFFFF)))
+            buffer[position + 1] = np.int16(np.uint16(states[lane] >> WORD))
+        lengths[stream] = buffers.shape[1] - position
 
 
 @compiled(inline=True)
@@ -106,17 +106,17 @@ def _are_within(row, first, end):
 
 
 @compiled(inline=True)
-def _put(draw, states, buffer, place):
-    """Take a draw into its lane's state; a word that does not fit any more goes to ``place`` - 1."""
+def _put(draw, states, buffer, position):
+    """Take a draw into its lane's state; a word that does not fit any more goes to ``position`` - 1."""
     lane, bits = index(draw & 0xFF), np.uint32(draw >> 8 & 0xFF)
     frequency, first = np.uint32(draw >> 32), np.uint32(draw >> 16 & 0xFFFF)
     x = states[lane]
     full = x >> (np.uint32(32) - bits) >= frequency
-    buffer[index(place - 1)] = np.int16(np.uint16(x & np.uint32(0xFFFF)))  # without a branch, which none can foresee
+    buffer[index(position - 1)] = np.int16(np.uint16(x & np.uint32(0xFFFF)))  # without a branch, which none can foresee
     x = np.uint32(x >> WORD) if full else x
     quotient = np.uint32(x // frequency)
     states[lane] = np.uint32((quotient << bits) + first + np.uint32(x - np.uint32(quotient * frequency)))
-    return place - full
+    return position - full
 
 
 @compiled(inline=True)
@@ -171,20 +171,20 @@ def _list_draws(row, about, tables, intervals, parts, apart, draws):
 
 
 @compiled(inline=True)
-def _refill(x, words, place, end):
+def _refill(x, words, position, end):
     """The next word, if state x needs it; zeros behind the end."""
     if x < LEAST:
-        x = x << WORD | np.uint32(words[index(place)] if place < end else 0)
-        place += 1
-    return x, place
+        x = x << WORD | np.uint32(words[index(position)] if position < end else 0)
+        position += 1
+    return x, position
 
 
 @compiled(inline=True)
-def _next(x, words, place):
+def _next(x, words, position):
     """``_refill`` where there are words, without a branch: which state needs one cannot be foreseen."""
-    more = np.uint32(x << WORD | np.uint32(words[index(place)]))
+    more = np.uint32(x << WORD | np.uint32(words[index(position)]))
     needs = x < LEAST
-    return (more if needs else x), place + needs
+    return (more if needs else x), position + needs
 
 
 @compiled(inline=True)
@@ -193,15 +193,15 @@ def _step(x, entry):
 
 
 @compiled(inline=True)
-def _draw(lane, base, slots, states, words, place, end):
+def _draw(lane, base, slots, states, words, position, end):
     """The value of a look-up in lane's state."""
     entry = slots[base + index(states[lane] & MASK)]
-    states[lane], place = _refill(_step(states[lane], entry), words, place, end)
-    return np.int32(entry >> 32), place
+    states[lane], position = _refill(_step(states[lane], entry), words, position, end)
+    return np.int32(entry >> 32), position
 
 
 @compiled()
-def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, words, place, end):
+def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, words, position, end):
     """Turn what the first look-ups found, parts[:here, 0], into values: draw escapes and low bits, unfold units."""
     for lane in range(here):
         value = parts[lane, 0]
@@ -212,7 +212,7 @@ def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, wo
         any_beyond = False
         for lane in range(here):
             if flags[lane, 0]:
-                parts[lane, j], place = _draw(lane, single, slots, states, words, place, end)
+                parts[lane, j], position = _draw(lane, single, slots, states, words, position, end)
             flags[lane, 1] = parts[lane, j] == ESCAPE
             any_beyond |= parts[lane, j] == ESCAPE
         if any_beyond:
@@ -221,14 +221,14 @@ def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, wo
                     if flags[lane, 1]:
                         digit = np.int32(states[lane] & HALF_MASK)
                         parts[lane, j] = digit << HALF if half == 0 else (parts[lane, j] | digit) - OFFSET
-                        states[lane], place = _refill(states[lane] >> HALF_BITS, words, place, end)
+                        states[lane], position = _refill(states[lane] >> HALF_BITS, words, position, end)
     if shift:
         bits, mask = np.uint32(shift), np.uint32((1 << shift) - 1)
         for j in range(width):
             for lane in range(here):
                 parts[lane, j] = parts[lane, j] << shift | np.int32(states[lane] & mask)
-                states[lane], place = _refill(states[lane] >> bits, words, place, end)
-    return place
+                states[lane], position = _refill(states[lane] >> bits, words, position, end)
+    return position
 
 
 @compiled(inline=True)
@@ -245,30 +245,30 @@ def _unfold(unit, width, tile, at):
 
 
 @compiled(inline=True)
-def _four(states, slots, base, words, place):
-    """Look-ups of four states: these, their entries, the place of the next word."""
+def _four(states, slots, base, words, position):
+    """Look-ups of four states: these, their entries, the position of the next word."""
     a, b, c, d = states
     e, f = slots[base + index(a & MASK)], slots[base + index(b & MASK)]
     g, h = slots[base + index(c & MASK)], slots[base + index(d & MASK)]
-    a, place = _next(_step(a, e), words, place)
-    b, place = _next(_step(b, f), words, place)
-    c, place = _next(_step(c, g), words, place)
-    d, place = _next(_step(d, h), words, place)
-    return (a, b, c, d), (e, f, g, h), place
+    a, position = _next(_step(a, e), words, position)
+    b, position = _next(_step(b, f), words, position)
+    c, position = _next(_step(c, g), words, position)
+    d, position = _next(_step(d, h), words, position)
+    return (a, b, c, d), (e, f, g, h), position
 
 
 @compiled(inline=True)
-def _low4(states, shift, words, place):
+def _low4(states, shift, words, position):
     """Raw draws of so many bits of four states."""
     bits = np.uint32(shift)
     mask = np.uint32((np.uint32(1) << bits) - np.uint32(1))
     a, b, c, d = states
-    found = (a & mask, b & mask, c & mask, d & mask)
-    a, place = _next(np.uint32(a >> bits), words, place)
-    b, place = _next(np.uint32(b >> bits), words, place)
-    c, place = _next(np.uint32(c >> bits), words, place)
-    d, place = _next(np.uint32(d >> bits), words, place)
-    return (a, b, c, d), found, place
+    lows = (a & mask, b & mask, c & mask, d & mask)
+    a, position = _next(np.uint32(a >> bits), words, position)
+    b, position = _next(np.uint32(b >> bits), words, position)
+    c, position = _next(np.uint32(c >> bits), words, position)
+    d, position = _next(np.uint32(d >> bits), words, position)
+    return (a, b, c, d), lows, position
 
 
 @compiled(inline=True)
@@ -283,7 +283,7 @@ def _write(entries, width, tile, at):
     r, s = np.int32(entries[2] >> 32), np.int32(entries[3] >> 32)
     if width == 1:
         tile[at], tile[at + index(1)], tile[at + index(2)], tile[at + index(3)] = p, q, r, s
-    else:  # all 8 places, of which the next unit writes over those that are not its own
+    else:  # all 8 values, of which the next unit writes over those that are not its own
         _unfold(p, width, tile, at)
         _unfold(q, width, tile, at + index(width))
         _unfold(r, width, tile, at + index(2 * width))
@@ -291,10 +291,10 @@ def _write(entries, width, tile, at):
 
 
 @compiled(inline=True)
-def _fast(row, width, shift, first, units, base, slots, states, places, words, tiles):
+def _fast(row, width, shift, first, units, base, slots, states, positions, words, tiles):
     """Units of four lanes of two streams, whose states stay in registers, as long as all are found in the table."""
     left, right = (states[0], states[1], states[2], states[3]), (states[4], states[5], states[6], states[7])
-    i, j = places[0], places[1]
+    i, j = positions[0], positions[1]
     last, half = len(words) - 8, index(len(tiles) // 2)
     while first + 4 <= units and i <= last and j <= last:
         next_left, found, next_i = _four(left, slots, base, words, i)
@@ -314,7 +314,7 @@ def _fast(row, width, shift, first, units, base, slots, states, places, words, t
         first += 4
     states[0], states[1], states[2], states[3] = left
     states[4], states[5], states[6], states[7] = right
-    places[0], places[1] = i, j
+    positions[0], positions[1] = i, j
     return first
 
 
@@ -326,18 +326,18 @@ def _decode(start, stop, words, ends, channels, slots, out, final):
         np.empty((LANES, 8), np.int32),
         np.zeros((LANES, 2), np.uint8),
     )
-    places, tokens, count = np.empty(2, np.int64), out.shape[1], channels.shape[0]
+    positions, tokens, count = np.empty(2, np.int64), out.shape[1], channels.shape[0]
     stride = tokens + 8 * LANES
     tiles = np.empty(2 * TILE * stride, np.int32)
     for stream in range(start, stop, 2):
         pair = (stream, min(stream + 1, stop - 1))
         for k in range(2):
-            place, end = ends[pair[k] - 1] if pair[k] else 0, ends[pair[k]]
+            position, end = ends[pair[k] - 1] if pair[k] else 0, ends[pair[k]]
             for lane in range(LANES):
-                low, place = _refill(np.uint32(0), words, place, end)
-                high, place = _refill(np.uint32(0), words, place, end)
+                low, position = _refill(np.uint32(0), words, position, end)
+                high, position = _refill(np.uint32(0), words, position, end)
                 states[k * LANES + lane] = high << WORD | low
-            places[k] = place
+            positions[k] = position
         for corner in range(0, count, TILE):
             last = min(count, corner + TILE)
             for i in range(corner, last):
@@ -347,14 +347,14 @@ def _decode(start, stop, words, ends, channels, slots, out, final):
                 units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), 0
                 while first < units:
                     if shift == 0 or width == 1:
-                        first = _fast(row, width, shift, first, units, base, slots, states, places, words, tiles)
+                        first = _fast(row, width, shift, first, units, base, slots, states, positions, words, tiles)
                     here = min(LANES, units - first)
                     for k in range(2 if here else 0):
-                        mine, place, end = states[k * LANES : (k + 1) * LANES], places[k], ends[pair[k]]
+                        mine, position, end = states[k * LANES : (k + 1) * LANES], positions[k], ends[pair[k]]
                         for lane in range(here):
-                            parts[lane, 0], place = _draw(lane, base, slots, mine, words, place, end)
-                        places[k] = _finish(
-                            here, width, shift, single, is_unit, slots, mine, parts, flags, words, place, end
+                            parts[lane, 0], position = _draw(lane, base, slots, mine, words, position, end)
+                        positions[k] = _finish(
+                            here, width, shift, single, is_unit, slots, mine, parts, flags, words, position, end
                         )
                         for lane in range(here):
                             for j in range(width):
@@ -366,7 +366,7 @@ def _decode(start, stop, words, ends, channels, slots, out, final):
                     for i in range(index(last - corner)):
                         line[i] = tiles[index(k * TILE * stride + token) + i * index(stride)]
         for k in range(2):
-            good = places[k] == ends[pair[k]]
+            good = positions[k] == ends[pair[k]]
             for lane in range(1, LANES):
                 good &= states[k * LANES + lane] == LEAST
             final[pair[k]] = np.int32(states[k * LANES]) if good else 0

@@ -25,7 +25,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
         for channel, about in enumerate(code.channels.tolist()):
             out[i, :, channel] = torch.tensor(_read(reader, code, about, tokens), dtype=torch.int32)
         first, *others = reader.states
-        if reader.place == len(reader.words) and first < 2 * LOW and {*others} <= {LOW}:
+        if reader.position == len(reader.words) and first < 2 * LOW and {*others} <= {LOW}:
             ends[i] = first
     return out, ends == first_states(out)
 
@@ -49,12 +49,12 @@ def _draws(rows: list[list[int]], code: Code):
                 start, most, count = tables[unit]
                 apart = []
                 for lane, part in enumerate(lanes):
-                    place = sum((value + most) * (2 * most + 1) ** j for j, value in enumerate(part))
+                    number = sum((value + most) * (2 * most + 1) ** j for j, value in enumerate(part))
                     small = all(abs(value) <= most for value in part)
-                    found = intervals[start + place] if small else 0
-                    if not found:
+                    interval = intervals[start + number] if small else 0
+                    if not interval:
                         apart.append(lane)
-                    yield lane, BITS, *divmod(found or intervals[start + count], 1 << 16)
+                    yield lane, BITS, *divmod(interval or intervals[start + count], 1 << 16)
             for j in range(width):
                 beyond = []
                 for lane in apart:
@@ -84,13 +84,13 @@ def _written(draws: list, start: int) -> list[int]:
 class _Reader:
     def __init__(self, words: list[int]):
         words = words + [0] * (2 * LANES - len(words))
-        self.words, self.place = words, 2 * LANES
+        self.words, self.position = words, 2 * LANES
         self.states = [words[2 * i] | words[2 * i + 1] << 16 for i in range(LANES)]
 
     def refill(self, lane: int, x: int) -> None:
         if x < LOW:
-            x = x << 16 | (self.words[self.place] if self.place < len(self.words) else 0)
-            self.place += 1
+            x = x << 16 | (self.words[self.position] if self.position < len(self.words) else 0)
+            self.position += 1
         self.states[lane] = x
 
     def raw(self, lane: int, bits: int) -> int:
@@ -112,9 +112,9 @@ def _read(reader: _Reader, code: Code, about: list[int], tokens: int) -> list[in
         lanes = range(min(LANES, -(-tokens // width) - first))
         parts, apart = [[0] * width for _ in lanes], [*lanes]
         if unit >= 0:
-            found = [reader.look_up(lane, code.slots[unit]) for lane in lanes]
-            apart = [lane for lane in lanes if found[lane] == ESCAPE]
-            parts = [[(value >> 4 * j & 15 ^ 8) - 8 for j in range(width)] for value in found]
+            values = [reader.look_up(lane, code.slots[unit]) for lane in lanes]
+            apart = [lane for lane in lanes if values[lane] == ESCAPE]
+            parts = [[(value >> 4 * j & 15 ^ 8) - 8 for j in range(width)] for value in values]
         for j in range(width):
             for lane in apart:
                 parts[lane][j] = reader.look_up(lane, code.slots[table])

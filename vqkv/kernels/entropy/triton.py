@@ -42,30 +42,30 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 
 @triton.jit
-def _refill(x, mask, words, place, end):
+def _refill(x, mask, words, position, end):
     """The next words to the lanes of ``mask`` whose states x need one; zeros behind the end."""
     needs = mask & (x < 65536)
     count = needs.to(tl.int64)
-    at = place + tl.cumsum(count, 0) - count
+    at = position + tl.cumsum(count, 0) - count
     word = tl.load(words + at, mask=needs & (at < end), other=0).to(tl.uint32) & 65535
-    return tl.where(needs, (x << 16) | word, x), place + tl.sum(count, 0)
+    return tl.where(needs, (x << 16) | word, x), position + tl.sum(count, 0)
 
 
 @triton.jit
-def _look_up(x, mask, slots, table, words, place, end):
+def _look_up(x, mask, slots, table, words, position, end):
     """Values that the lanes of ``mask`` find in a table, and whether these are escapes."""
     entry = tl.load(slots + table * 4096 + (x & 4095).to(tl.int64), mask=mask, other=0)
     step = ((entry >> 16) & 65535).to(tl.uint32) * (x >> 12) + (entry & 4095).to(tl.uint32)
-    x, place = _refill(tl.where(mask, step, x), mask, words, place, end)
-    return (entry >> 32).to(tl.int32), mask & ((entry & 32768) != 0), x, place
+    x, position = _refill(tl.where(mask, step, x), mask, words, position, end)
+    return (entry >> 32).to(tl.int32), mask & ((entry & 32768) != 0), x, position
 
 
 @triton.jit
-def _raw(x, mask, bits, words, place, end):
+def _raw(x, mask, bits, words, position, end):
     """So many bits of the states of ``mask`` as they are."""
-    found = (x & ((1 << bits) - 1).to(tl.uint32)).to(tl.int32)
-    x, place = _refill(tl.where(mask, x >> bits.to(tl.uint32), x), mask, words, place, end)
-    return found, x, place
+    low = (x & ((1 << bits) - 1).to(tl.uint32)).to(tl.int32)
+    x, position = _refill(tl.where(mask, x >> bits.to(tl.uint32), x), mask, words, position, end)
+    return low, x, position
 
 
 @triton.jit
@@ -73,12 +73,12 @@ def _rans_decode(words, ends, out, final, channels, slots, num_channels, tokens)
     """One stream, channel by channel."""
     stream = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + stream)
-    place = tl.load(ends + stream - 1, mask=stream > 0, other=0)
+    position = tl.load(ends + stream - 1, mask=stream > 0, other=0)
     lane = tl.arange(0, LANES)
-    at = place + 2 * lane
+    at = position + 2 * lane
     low = tl.load(words + at, mask=at < end, other=0).to(tl.uint32) & 65535
     high = tl.load(words + at + 1, mask=at + 1 < end, other=0).to(tl.uint32) & 65535
-    x, place = (high << 16) | low, place + 2 * LANES
+    x, position = (high << 16) | low, position + 2 * LANES
     out += stream * tokens * num_channels
     half = tl.full((), 12, tl.int32)
     for channel in range(num_channels):
@@ -92,15 +92,15 @@ def _rans_decode(words, ends, out, final, channels, slots, num_channels, tokens)
             here = first + lane < units
             packed, apart = tl.zeros((LANES,), tl.int32), here
             if unit >= 0:
-                packed, apart, x, place = _look_up(x, here, slots, unit, words, place, end)
+                packed, apart, x, position = _look_up(x, here, slots, unit, words, position, end)
             some_apart = tl.max(apart.to(tl.int32), 0) > 0
             for j in range(width):
                 value = (((packed >> (4 * j)) & 15) ^ 8) - 8
                 if some_apart:
-                    single, beyond, x, place = _look_up(x, apart, slots, table, words, place, end)
+                    single, beyond, x, position = _look_up(x, apart, slots, table, words, position, end)
                     if tl.max(beyond.to(tl.int32), 0) > 0:
-                        upper, x, place = _raw(x, beyond, half, words, place, end)
-                        lower, x, place = _raw(x, beyond, half, words, place, end)
+                        upper, x, position = _raw(x, beyond, half, words, position, end)
+                        lower, x, position = _raw(x, beyond, half, words, position, end)
                         single = tl.where(beyond, ((upper << 12) | lower) - 8388608, single)
                     value = tl.where(apart, single, value)
                 token = (first + lane) * width + j
@@ -111,32 +111,32 @@ def _rans_decode(words, ends, out, final, channels, slots, num_channels, tokens)
                     token = (first + lane) * width + j
                     there = here & (token < tokens)
                     value = tl.load(out + token * num_channels + channel, mask=there, other=0)
-                    lows, x, place = _raw(x, here, shift, words, place, end)
+                    lows, x, position = _raw(x, here, shift, words, position, end)
                     tl.store(out + token * num_channels + channel, (value << shift) | lows, mask=there)
             first += LANES
     good = tl.sum(((lane > 0) & (x != 65536)).to(tl.int32), 0) == 0
     first = tl.sum(tl.where(lane == 0, x.to(tl.int32), 0), 0)
-    tl.store(final + stream, tl.where(good & (place == end), first, 0))
+    tl.store(final + stream, tl.where(good & (position == end), first, 0))
 
 
 @triton.jit
-def _put(x, mask, frequency, first, bits, words, place):
-    """Take a draw into the states of ``mask``; words that do not fit any more go before ``place``."""
+def _put(x, mask, frequency, first, bits, words, position):
+    """Take a draw into the states of ``mask``; words that do not fit any more go before ``position``."""
     full = mask & ((x >> (32 - bits).to(tl.uint32)) >= frequency)
     count = full.to(tl.int64)
-    place -= tl.sum(count, 0)
-    tl.store(words + place + tl.cumsum(count, 0) - count, (x & 65535).to(tl.int16), mask=full)
+    position -= tl.sum(count, 0)
+    tl.store(words + position + tl.cumsum(count, 0) - count, (x & 65535).to(tl.int16), mask=full)
     shrunk = tl.where(full, x >> 16, x)
     divisor = tl.where(mask, frequency, 1)
     quotient = shrunk // divisor
     taken = (quotient << bits.to(tl.uint32)) + first + (shrunk - quotient * divisor)
-    return tl.where(mask, taken, x), place
+    return tl.where(mask, taken, x), position
 
 
 @triton.jit
-def _put_interval(x, mask, interval, words, place):
+def _put_interval(x, mask, interval, words, position):
     interval = interval.to(tl.uint32)
-    return _put(x, mask, interval >> 16, interval & 65535, tl.full((), 12, tl.int32), words, place)
+    return _put(x, mask, interval >> 16, interval & 65535, tl.full((), 12, tl.int32), words, position)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _rans_encode(
     words += stream * most
     lane = tl.arange(0, LANES)
     x = tl.where(lane == 0, tl.load(starts + stream), 65536).to(tl.uint32)
-    place = tl.full((), 0, tl.int64) + most
+    position = tl.full((), 0, tl.int64) + most
     half, one = tl.full((), 12, tl.int32), tl.full((LANES,), 1, tl.uint32)
     for back in range(num_channels):
         channel = num_channels - 1 - back
@@ -169,7 +169,7 @@ def _rans_encode(
                     token = (first + lane) * width + width - 1 - k
                     value = tl.load(row + token, mask=here & (token < tokens), other=0)
                     low = (value & ((1 << shift) - 1)).to(tl.uint32)
-                    x, place = _put(x, here, one, low, shift, words, place)
+                    x, position = _put(x, here, one, low, shift, words, position)
             apart, interval = here, tl.zeros((LANES,), tl.int32)
             if unit >= 0:
                 origin, largest = tl.load(tables + unit * 3), tl.load(tables + unit * 3 + 1)
@@ -191,14 +191,14 @@ def _rans_encode(
                     beyond = apart & (held == 0)
                     if tl.max(beyond.to(tl.int32), 0) > 0:
                         both = value + 8388608
-                        x, place = _put(x, beyond, one, (both & 4095).to(tl.uint32), half, words, place)
-                        x, place = _put(x, beyond, one, ((both >> 12) & 4095).to(tl.uint32), half, words, place)
+                        x, position = _put(x, beyond, one, (both & 4095).to(tl.uint32), half, words, position)
+                        x, position = _put(x, beyond, one, ((both >> 12) & 4095).to(tl.uint32), half, words, position)
                     single = tl.load(intervals + start + tl.where(held, value - least, size), mask=apart, other=0)
-                    x, place = _put_interval(x, apart, single, words, place)
+                    x, position = _put_interval(x, apart, single, words, position)
             if unit >= 0:
-                x, place = _put_interval(x, here, interval, words, place)
+                x, position = _put_interval(x, here, interval, words, position)
             first -= LANES
-    place -= 2 * LANES
-    tl.store(words + place + 2 * lane, (x & 65535).to(tl.int16))
-    tl.store(words + place + 2 * lane + 1, (x >> 16).to(tl.int16))
-    tl.store(lengths + stream, most - place)
+    position -= 2 * LANES
+    tl.store(words + position + 2 * lane, (x & 65535).to(tl.int16))
+    tl.store(words + position + 2 * lane + 1, (x >> 16).to(tl.int16))
+    tl.store(lengths + stream, most - position)

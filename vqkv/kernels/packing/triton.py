@@ -51,8 +51,8 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 def words_of(packed: Tensor) -> tuple[Tensor, int]:
     """Strings of bytes as 32-bit words where each starts and ends at one, else as they are; and a word's bits."""
     strides = packed.stride()
-    whole = packed.shape[-1] % 4 == packed.data_ptr() % 4 == packed.storage_offset() % 4 == 0
-    if whole and strides[-1] == 1 and all(stride % 4 == 0 for stride in strides[:-1]):
+    aligned = packed.shape[-1] % 4 == packed.data_ptr() % 4 == packed.storage_offset() % 4 == 0
+    if aligned and strides[-1] == 1 and all(stride % 4 == 0 for stride in strides[:-1]):
         return packed.view(torch.int32), 32
     return packed, 8
 
@@ -69,7 +69,7 @@ def touched(bits: int, word: int) -> int:
 
 
 def _rows(rows: int, count: int, size: int, bits: int) -> tuple[int, int, int]:
-    """Rows, codes and bytes of each: rows that end with a whole byte are one long row."""
+    """Rows, codes and bytes of each: rows that end with a complete byte are one long row."""
     return (1, rows * count, rows * size) if count * bits % 8 == 0 else (rows, count, size)
 
 
@@ -81,7 +81,7 @@ def _tile(rows: int, length: int, most: int) -> tuple[tuple[int], tuple[int, int
 
 
 @triton.jit
-def _place(length, R: tl.constexpr, W: tl.constexpr):
+def _part_of(length, R: tl.constexpr, W: tl.constexpr):
     """Rows (R, 1) and the start in them that are this program's; 64 bits, as strings may be long."""
     blocks = tl.cdiv(length, W)
     row = (tl.program_id(0) // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
@@ -110,7 +110,7 @@ def _pack(
     codes, words, rows, count, length,
     BITS: tl.constexpr, WORD: tl.constexpr, TOUCHED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    row, start = _place(length, R, W)
+    row, start = _part_of(length, R, W)
     lane = tl.arange(0, W)[None, :]
     first = start * WORD // BITS  # code of the program's first bit
     bit = (start * WORD % BITS).to(tl.int32) + lane * WORD
@@ -131,7 +131,7 @@ def _unpack(
     words, codes, rows, count, length,
     BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    row, start = _place(count, R, W)
+    row, start = _part_of(count, R, W)
     lane = tl.arange(0, W)[None, :]
     first = start * BITS // WORD  # word of the program's first bit
     bit = (start * BITS % WORD).to(tl.int32) + lane * BITS

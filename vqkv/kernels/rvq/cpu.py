@@ -113,8 +113,8 @@ def summed(codes: Tensor, codebooks: Tensor) -> Tensor:
     dim), -> float32 (tokens * groups, dim)."""
     tables, num_quantizers, size, _ = codebooks.shape
     first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
-    places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
-    return F.embedding_bag(places.view(-1, num_quantizers), _rows(codebooks), mode="sum")
+    rows = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
+    return F.embedding_bag(rows.view(-1, num_quantizers), _rows(codebooks), mode="sum")
 
 
 @remembered
@@ -124,9 +124,9 @@ def _rows(codebooks: Tensor) -> Tensor:
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     """``naive.rvq_statistics`` of residuals in x's dtype, as they are quantized."""
-    residual, found = x, []
+    residual, statistics = x, []
     for codebook, chosen in zip(codebooks.to(x.dtype), codes.long().unbind(-1), strict=True):
-        found.append(sums_by_code(residual, chosen, len(codebook)))
+        statistics.append(sums_by_code(residual, chosen, len(codebook)))
         residual = residual - codebook[chosen]
-    counts, sums = zip(*found, strict=True)
+    counts, sums = zip(*statistics, strict=True)
     return torch.stack(counts), torch.stack(sums)

@@ -44,8 +44,8 @@ def _fold(scores, i, norms, lanes):
     for j in range(L):
         lanes[j] = INFINITY
     width = index(scores.shape[1])
-    whole = width - width % L4
-    for b in range(index(0), whole, L4):
+    unrolled = width - width % L4
+    for b in range(index(0), unrolled, L4):
         for j in range(L):
             least = scores[i, b + j] + norms[b + j]
             other = scores[i, b + j + L] + norms[b + j + L]
@@ -55,7 +55,7 @@ def _fold(scores, i, norms, lanes):
             other = scores[i, b + j + L3] + norms[b + j + L3]
             least = other if other < least else least
             lanes[j] = least if least < lanes[j] else lanes[j]
-    for b in range(whole, width, L):
+    for b in range(unrolled, width, L):
         for j in range(L):
             other = scores[i, b + j] + norms[b + j]
             lanes[j] = other if other < lanes[j] else lanes[j]

@@ -119,12 +119,12 @@ def _nearest_group(
     c = tl.arange(0, BLOCK_C)
     best = tl.full([M, COLUMNS], float("inf"), tl.float32)
     best_tile = tl.zeros([M, COLUMNS], tl.int32)
-    for turn in tl.range(0, tiles // UNROLL, num_stages=STAGES):
+    for step in tl.range(0, tiles // UNROLL, num_stages=STAGES):
         for i in tl.static_range(UNROLL):
-            tile = turn * UNROLL + i
-            place = (first_tile + tile) * BLOCK_C + c
-            codes = tl.load(scaled + place[:, None] * DIM_PADDED + tl.arange(0, DIM_PADDED)[None, :])
-            scores = tl.load(norms + place)[None, :] - tl.dot(operand, tl.trans(codes))
+            tile = step * UNROLL + i
+            row = (first_tile + tile) * BLOCK_C + c
+            codes = tl.load(scaled + row[:, None] * DIM_PADDED + tl.arange(0, DIM_PADDED)[None, :])
+            scores = tl.load(norms + row)[None, :] - tl.dot(operand, tl.trans(codes))
             scores = tl.min(tl.reshape(scores, [M, FOLD, COLUMNS]), axis=1)
             best_tile = tl.where(scores < best, tile, best_tile)
             best = tl.minimum(best, scores)

@@ -5,32 +5,34 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.machine import compiled, index, serves, spread
-from vqkv.kernels.trellis.naive import LARGEST, REACH, origins, transitions
+from vqkv.kernels.trellis.naive import LARGEST, REACH, TRANSITIONS
 
 COST = 100  # additions that a value is worth
 FAR = 2.0 * LARGEST
+NEXT = np.array(TRANSITIONS)
+# the two ways to each state, (states, 2): twice the state that it comes from plus the code's parity
+WAYS = NEXT.reshape(-1).argsort(kind="stable").reshape(-1, 2)
 
 
-def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
+def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
     """``naive.trellis_encode``."""
     if not serves(x):
-        return trellis_encode(x.cpu(), costs.cpu(), table_of.cpu(), shifts.cpu(), weight, states).to(x.device)
+        return trellis_encode(x.cpu(), costs.cpu(), table_of.cpu(), shifts.cpu(), weight).to(x.device)
     codes = torch.empty(x.shape, dtype=torch.int32)
-    arrays = x.float().contiguous(), costs, table_of, shifts, origins(states), codes
+    arrays = x.float().contiguous(), costs, table_of, shifts, codes
     fixed = [array.numpy() for array in arrays]
-    spread(lambda i, j: _encode(i, j, weight, *fixed), len(x), COST * x.shape[1])
+    spread(lambda i, j: _encode(i, j, weight, WAYS, *fixed), len(x), COST * x.shape[1])
     return codes
 
 
-def trellis_decode(codes: Tensor, step: Tensor, states: int) -> Tensor:
+def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
     """``naive.trellis_decode``."""
     if not serves(codes):
-        return trellis_decode(codes.cpu(), step.cpu(), states).to(codes.device)
+        return trellis_decode(codes.cpu(), step.cpu()).to(codes.device)
     out = torch.empty(codes.shape, dtype=torch.float32)
-    arrays = codes.contiguous(), transitions(states), out
-    fixed = [array.numpy() for array in arrays]
+    fixed = codes.contiguous().numpy(), out.numpy()
     size = np.float32(step.item())
-    spread(lambda i, j: _decode(i, j, size, *fixed), len(codes), 4 * codes.shape[1])
+    spread(lambda i, j: _decode(i, j, size, NEXT, *fixed), len(codes), 4 * codes.shape[1])
     return out
 
 
@@ -65,7 +67,7 @@ def _candidates(y, table, shift, weight):
 
 
 @compiled()
-def _encode(start, stop, weight, x, costs, table_of, shifts, origins, codes):
+def _encode(start, stop, weight, origins, x, costs, table_of, shifts, codes):
     channels, states = x.shape[1], len(origins)
     sums, after = np.empty(states), np.empty(states)
     chosen, origin = np.empty((channels, states), np.int32), np.empty((channels, states), np.int8)
@@ -97,7 +99,7 @@ def _encode(start, stop, weight, x, costs, table_of, shifts, origins, codes):
 
 
 @compiled()
-def _decode(start, stop, step, codes, transitions, out):
+def _decode(start, stop, step, transitions, codes, out):
     for row in range(start, stop):
         state = 0
         for channel in range(codes.shape[1]):

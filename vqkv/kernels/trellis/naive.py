@@ -5,7 +5,7 @@ Values are in units of the step. The quantizer A holds 0, 2, 4, ... and -1, -3, 
 is negative. Its mirror image holds the negatives of these, so that for symmetric values both have the same frequencies
 and one table serves them (universal TCQ: Kasner, Marcellin & Hunt 1999). Of one row, codes are read channel after
 channel: state 0 comes first, an odd state means the mirror image, and the parity of a code leads to the next state. The
-8 states are those of VVC's dependent quantization (ITU-T H.266 v2), the 4 its older ones with other numbers.
+8 states are those of VVC's dependent quantization (ITU-T H.266 v2).
 """
 
 import math
@@ -13,41 +13,30 @@ import math
 import torch
 from torch import Tensor
 
-TRANSITIONS = {
-    4: ((0, 1), (2, 3), (1, 0), (3, 2)),
-    8: ((0, 2), (5, 7), (1, 3), (6, 4), (2, 0), (4, 6), (3, 1), (7, 5)),
-}  # next state after an even and an odd code
+# next state after an even and an odd code
+TRANSITIONS = ((0, 2), (5, 7), (1, 3), (6, 4), (2, 0), (4, 6), (3, 1), (7, 5))
+STATES = len(TRANSITIONS)
 REACH = 255  # codes that a table of costs holds, in both directions; the last column is what all others cost
 LARGEST = (1 << 23) - 1  # of a code
 
 
-def transitions(states: int) -> torch.Tensor:
-    """int64 (states, 2)."""
-    return torch.tensor(TRANSITIONS[states])
-
-
-def origins(states: int) -> torch.Tensor:
-    """int64 (states, 2): the two ways to each state, as twice the state that it comes from plus the code's parity."""
-    return transitions(states).flatten().argsort(stable=True).view(states, 2)
-
-
-def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
+def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
     """Rows of values x (rows, channels), in steps -> codes, int32: those of least squared error plus ``weight`` times
     their bits (Viterbi 1967). ``costs``, float32 (tables, 2 * REACH + 2): bits of the codes -REACH to REACH and of any
     other; ``table_of`` and ``shifts``, int32 (channels,): a channel's table, and how many low bits it keeps apart."""
     tables = list(zip(costs[table_of.long()].tolist(), shifts.tolist(), strict=True))
-    paths = [_best([*zip(row, tables, strict=True)], weight, states) for row in x.float().tolist()]
+    paths = [_best([*zip(row, tables, strict=True)], weight) for row in x.float().tolist()]
     return torch.tensor(paths, dtype=torch.int32).view(x.shape)
 
 
-def trellis_decode(codes: Tensor, step: Tensor, states: int) -> Tensor:
+def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
     """Codes int32 (rows, channels) -> values, float32, of multiples of ``step``."""
     out = torch.empty(codes.shape, dtype=torch.float32)
     for row, values in zip(codes.tolist(), out):
         state = 0
         for channel, code in enumerate(row):
             values[channel] = _value(code) * (-1 if state & 1 else 1)
-            state = TRANSITIONS[states][state][code & 1]
+            state = TRANSITIONS[state][code & 1]
     return out * step
 
 
@@ -55,16 +44,16 @@ def _value(code: int) -> int:
     return 2 * code + (code < 0)
 
 
-def _best(row: list, weight: float, states: int) -> list[int]:
-    sums = [0.0] + [math.inf] * (states - 1)
-    paths: list[list[int]] = [[]] * states
+def _best(row: list, weight: float) -> list[int]:
+    sums = [0.0] + [math.inf] * (STATES - 1)
+    paths: list[list[int]] = [[]] * STATES
     for x, (costs, shift) in row:
         x = min(max(x, -2.0 * LARGEST), 2.0 * LARGEST) if x == x else 0.0
-        found = [_candidates(y, costs, shift, weight) for y in (x, -x)]
-        next_sums, next_paths = [math.inf] * states, list(paths)
+        candidates = [_candidates(y, costs, shift, weight) for y in (x, -x)]
+        next_sums, next_paths = [math.inf] * STATES, list(paths)
         for state, total in enumerate(sums):
-            for parity, (cost, code) in enumerate(found[state & 1]):
-                to = TRANSITIONS[states][state][parity]
+            for parity, (cost, code) in enumerate(candidates[state & 1]):
+                to = TRANSITIONS[state][parity]
                 if total + cost < next_sums[to]:
                     next_sums[to], next_paths[to] = total + cost, [*paths[state], code]
         sums, paths = next_sums, next_paths

@@ -101,14 +101,9 @@ def plain_encode(x: Tensor, codebooks: Tensor) -> Tensor:
     return torch.stack(codes, dim=-1)
 
 
-def _plain_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
-    codes = plain_encode(vectors.reshape(-1, vectors.shape[-1]), points.float())
-    return naive.pack_codes(codes.view(vectors.shape[:-1]), bits)
-
-
 Operation = Callable[[Sizes], Iterator[Problem]]
 # For other kernels plain torch is their naive twin.
-PLAIN: dict[str, Callable] = {"rvq_encode": plain_encode, "rvq_encode_packed": _plain_encode_packed}
+PLAIN: dict[str, Callable] = {"rvq_encode": plain_encode}
 
 
 def ours(kernel: str, like: Tensor, *about) -> str:

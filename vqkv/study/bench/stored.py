@@ -80,9 +80,17 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         problem = Problem("grid_encode", f"grid {size}", label(sizes.stored), work)
         expected = reference.pack_codes(reference.rvq_encode(pairs[:, :1, :CHECKED], points).flatten(-2), bits)
-        arguments = (pairs, points, bits)
-        problem.add_ours("rvq_encode_packed", pairs, *arguments, expected=expected, read=lambda x: x[:, :1, :CHECKED])
+        mine = partial(_pairs, kernels, kernels.rvq_encode, pairs, points, bits)
+        plain = partial(_pairs, reference, plain_encode, pairs, points.float(), bits)
+        problem.add(ours("rvq_encode", pairs), mine, expected, lambda x: x[:, :1, :CHECKED])
+        problem.add("plain torch", plain, expected, lambda x: x[:, :1, :CHECKED])
         yield problem
+
+
+def _pairs(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> Tensor:
+    """Codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
+    codes = encode(pairs.reshape(-1, pairs.shape[-1]), points)
+    return twin.pack_codes(codes.view(pairs.shape[:-1]), bits)
 
 
 def product_encode(sizes: Sizes) -> Iterator[Problem]:
@@ -117,6 +125,19 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
             books = packed.codebooks[:, 0].float()
             problem.add_peer("faiss", partial(peers.faiss_decode, books, codes, product=True), expected)
         yield problem
+
+
+def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
+    """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
+    view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
+    like = replace(view, matrix=None, offset=None)
+    x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
+    work = Demand(2 * 256 * x.numel(), x.nbytes + like.codes.nbytes, x.numel(), exact=True)
+    problem = Problem("grouped_encode", "live 2.25", label(x.shape), work)
+    expected = reference.grouped_encode(x[:, :, :CHECKED], like)
+    call = partial(kernels.grouped_encode, x, like)
+    problem.add(ours("grouped_encode", x), call, expected, lambda codes: codes[:, :, :CHECKED])
+    yield problem
 
 
 def attention(sizes: Sizes) -> Iterator[Problem]:
@@ -173,5 +194,6 @@ OPERATIONS: dict[str, Operation] = {
     "product_encode": product_encode,
     "product_decode": partial(coded_decode, "product"),
     "residual_decode": partial(coded_decode, "residual"),
+    "grouped_encode": grouped_encode,
     ATTENTION: attention,
 }

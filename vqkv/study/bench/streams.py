@@ -1,4 +1,4 @@
-"""Cases of ``best``: streams, and the way back of its designs by their parts."""
+"""Cases of ``best``: streams and trellis codes, and the way back of its designs by their parts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,12 +19,14 @@ from vqkv.codecs.predictor_kinds import Linear
 from vqkv.codecs.scaling import MeanRemoval
 from vqkv.kernels import naive as reference
 from vqkv.kernels.entropy.code import Code
+from vqkv.kernels.trellis.naive import REACH
 from vqkv.study.bench import peers
 from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours
 from vqkv.study.bench.roofline import Demand
 
 RATES = {"2.5 bits": 2.5, "0.6 bits": 0.6}
 BLOCK, BITS = 32, 1.8
+STATES, WEIGHT = 8, 0.05  # of the trellis
 HEADS, HEAD_DIM = 2, 128  # of the cache that is read back by parts
 DECAY = 16  # octaves from the widest principal component to the narrowest
 
@@ -61,6 +63,24 @@ def _whole_blocks(sizes: Sizes) -> int:
 def _streams(codec: Any, payload: Payload) -> tuple[Tensor, Tensor, Code]:
     """What ``rans_decode`` reads of a payload."""
     return payload.ragged["stream"], payload.counts("stream").permute(2, 0, 1).flatten(), codec.quantizer.code()
+
+
+def trellis(direction: str, sizes: Sizes) -> Iterator[Problem]:
+    """A layer's keys in steps, all heads side by side, to the cheapest codes of a trellis, or back."""
+    channels, device = sizes.num_key_value_heads * sizes.head_dim, sizes.device
+    x, step = 2 * gaussian(sizes.tokens, channels, seed=sizes.seed, device=device), torch.ones((), device=device)
+    costs = torch.arange(-REACH, REACH + 2, device=device).abs().float().add(1)[None]
+    zeros = torch.zeros(channels, dtype=torch.int32, device=device)  # one table for all, no low bits apart
+    search = costs, zeros, zeros, WEIGHT
+    codes = kernels.trellis_encode(x, *search)
+    flops = 4 * STATES if direction == "encode" else 2  # a value's: of two ways to each state the cheaper
+    work = Demand(flops * x.numel(), x.nbytes + codes.nbytes, x.numel(), exact=True)
+    kernel, shape = f"trellis_{direction}", f"tokens={len(x)} channels={channels}"
+    problem = Problem(kernel, f"{STATES} states", shape, work)
+    given = (x, *search) if direction == "encode" else (codes, step)
+    expected = getattr(reference, kernel)(given[0][:2], *given[1:])
+    problem.add(ours(kernel, x), partial(getattr(kernels, kernel), *given), expected)
+    yield problem
 
 
 def way_back(sizes: Sizes) -> Iterator[Problem]:
@@ -103,5 +123,7 @@ def _parts(design: str, train: Tensor, x: Tensor, prediction: Callable | None = 
 OPERATIONS: dict[str, Operation] = {
     "rans_encode": partial(rans, "encode"),
     "rans_decode": partial(rans, "decode"),
+    "trellis_encode": partial(trellis, "encode"),
+    "trellis_decode": partial(trellis, "decode"),
     "best_decode": way_back,
 }
