@@ -30,7 +30,7 @@ def chain(head_dim=16, kind="strided", stages=(), **settings):
 
 def same(a, b):
     """Whether two payloads hold the same bits, of as many tokens."""
-    alike = (a.tokens_per_row, a.units, a.tensors.keys()) == (b.tokens_per_row, b.units, b.tensors.keys())
+    alike = (a.block_tokens, a.units, a.tensors.keys()) == (b.block_tokens, b.units, b.tensors.keys())
     return alike and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
 
 
@@ -38,18 +38,18 @@ SMALL = {
     "quanto": presets.quanto(4, 8),
     "hqq": presets.hqq(2, 8),
     "kivi": presets.kivi(2, 9),
-    "kvquant": presets.kvquant(3, block=7),
+    "kvquant": presets.kvquant(3, block_tokens=7),
     "higgs": presets.higgs(2),
-    "vqq": presets.vqq(0.3, keyframe=3, codebook_size=20),
-    "vqq_product": presets.vqq_product(0.2, keyframe=5, codebook_size=20),
-    "vq": presets.vq(2, keyframe=6, codebook_size=20),
-    "rvq2": presets.rvq2(keyframe=3, codebook_size=20),
+    "vqq": presets.vqq(0.3, block_tokens=3, codebook_size=20),
+    "vqq_product": presets.vqq_product(0.2, block_tokens=5, codebook_size=20),
+    "vq": presets.vq(2, block_tokens=6, codebook_size=20),
+    "rvq2": presets.rvq2(block_tokens=3, codebook_size=20),
     "turboquant": presets.turboquant(3),
     "fp8": presets.fp8(),
     "nvfp4": presets.nvfp4(),
-    "kvarn": presets.kvarn(tile=4),
-    "cachegen": presets.cachegen(group=5, block=10),
-    "nsnquant": presets.nsnquant(tile=6),
+    "kvarn": presets.kvarn(block_tokens=4),
+    "cachegen": presets.cachegen(group=5, block_tokens=10),
+    "nsnquant": presets.nsnquant(block_tokens=6),
     "block_gtq": presets.block_gtq(2.5),
 }
 

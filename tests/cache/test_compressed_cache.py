@@ -137,7 +137,7 @@ def test_a_write_that_fails_anywhere_is_noticed(llama, compressor, where, sizes)
 
 
 PIECES = st.lists(st.integers(1, 20), min_size=1, max_size=30).map(lambda pieces: (*pieces, 1000))
-WINDOW = {"window": dataclasses.replace(presets.quanto(4, 32), recent_window=7, flush_block=3)}
+WINDOW = {"window": dataclasses.replace(presets.quanto(4, 32), recent_window=7, block_tokens=3)}
 
 
 @pytest.mark.parametrize("name", EVERY | PREDICTED | WINDOW)

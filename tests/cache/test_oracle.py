@@ -71,13 +71,13 @@ class Oracle:
         ]
 
     def _settle(self, tokens):
-        held, rows = self.compressor.settings, self.compressor.tokens_per_row
+        held, rows = self.compressor.settings, self.compressor.block_tokens
         sinks = sum(t.place == "sink" for t in tokens)
         for t in tokens:
             if t.place == "new" and sinks < held.sink_tokens:
                 t.place, t.read, sinks = "sink", halved(t.given), sinks + 1
         window = [t for t in tokens if t.place in ("window", "new")]
-        block = torch.tensor(rows).lcm(torch.tensor(held.flush_block)).item()
+        block = torch.tensor(rows).lcm(torch.tensor(held.block_tokens)).item()
         spare = max(0, len(window) - held.recent_window)
         flush = spare - spare % block
         if flush:
@@ -99,8 +99,8 @@ class Oracle:
 
     def _waited(self, token):
         """In 16 bits where tokens can wait in the window, whether this one did or not."""
-        held, rows = self.compressor.settings, self.compressor.tokens_per_row
-        return halved(token.given) if held.recent_window or rows * held.flush_block > 1 else token.given
+        held, rows = self.compressor.settings, self.compressor.block_tokens
+        return halved(token.given) if held.recent_window or rows * held.block_tokens > 1 else token.given
 
     def _turn(self, turn, x, tokens):
         if self.rotation is None:
@@ -238,7 +238,7 @@ def test_a_cache_holds_what_a_plain_list_holds(tmp_path_factory, model, compress
 class Blocks(Fp32):
     """Stores four tokens in a row, as they are."""
 
-    tokens_per_row = 4
+    block_tokens = 4
 
     def _encode(self, x):
         return Payload({"values": x.unflatten(2, (-1, 4))}, 4)

@@ -22,8 +22,8 @@ READ = {
     "vqllm": presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
     "quanto": presets.quanto(4, 16),
     "hqq": presets.hqq(2, 32),
-    "vq": presets.vq(codebook_size=16, keyframe=8),
-    "rvq2": presets.rvq2(codebook_size=16, keyframe=8),
+    "vq": presets.vq(codebook_size=16, block_tokens=8),
+    "rvq2": presets.rvq2(codebook_size=16, block_tokens=8),
     "live": presets.live(3.0),
 }
 DECODED = {"kivi": presets.kivi(4, 8, recent_window=4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
@@ -33,7 +33,7 @@ model = small_models.fixture("gemma", "gpt2", "llama-yarn", "qwen2")
 
 
 def fitted(model, preset):
-    settings = {"flush_block": 8, "sink_tokens": 2, "recent_window": 4}
+    settings = {"block_tokens": 8, "sink_tokens": 2, "recent_window": 4}
     return calibrate(model, TRAIN, dataclasses.replace(preset, **settings), progress=False)
 
 

@@ -30,7 +30,7 @@ def kivi(llama):
 @pytest.fixture(scope="module")
 def quanto(llama):
     """8 recent tokens."""
-    return calibrate(llama, TOKENS, replace(EVERY["quanto"], recent_window=8, flush_block=8), progress=False)
+    return calibrate(llama, TOKENS, replace(EVERY["quanto"], recent_window=8, block_tokens=8), progress=False)
 
 
 @torch.inference_mode()

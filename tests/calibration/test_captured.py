@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_captured_tokens_serve_several_presets(llama, folder):
     with CapturedTokens(llama, TOKENS, batch_size=4, progress=False) as captured:
-        for preset in (presets.aqua(), presets.kvquant(2, block=16, fisher=True), presets.vqllm(2, 16, 8)):
+        for preset in (presets.aqua(), presets.kvquant(2, block_tokens=16, fisher=True), presets.vqllm(2, 16, 8)):
             given = calibrate(llama, TOKENS, preset, progress=False, captured=captured)
             own = calibrate(llama, TOKENS, preset, batch_size=4, progress=False)
             assert given.fingerprint == own.fingerprint and given.notes["batch_size"] == 4

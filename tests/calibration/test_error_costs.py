@@ -16,7 +16,7 @@ from vqkv.models.metrics import token_kl
 
 TOKENS = torch.randint(1, 4096, (8, 40), generator=torch.Generator().manual_seed(0))
 SINKS, BLOCK = 2, 4
-PRESET = presets.crossed("uniform", 1.0, rotation="none", block=BLOCK, sink_tokens=SINKS)
+PRESET = presets.crossed("uniform", 1.0, rotation="none", block_tokens=BLOCK, sink_tokens=SINKS)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen3", "glm", "mistral sliding"])

@@ -144,8 +144,8 @@ def test_steps_too_small_for_16_bits_add_up(models, name, dtype, lr):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"preset": presets.kvquant(3, block=8)}, "kvquant.*blocks of tokens"),
-        ({"preset": presets.entropy_coded(PRESET, block=16)}, "blocks of tokens"),
+        ({"preset": presets.kvquant(3, block_tokens=8)}, "kvquant.*blocks of tokens"),
+        ({"preset": presets.entropy_coded(PRESET, block_tokens=16)}, "blocks of tokens"),
         ({"preset": presets.aqua()}, "aqua.*predicted"),
         ({"preset": presets.vqllm(group_size=7)}, "not divisible"),
         ({"lr": 0}, "lr 0"),

@@ -49,7 +49,7 @@ def test_any_head_dim_is_stored_or_named(name, head_dim):
         assert "divisible" in str(error) or "even number" in str(error)
         return
     codec = codec if codec.ready else codec.fit(gaussian(2, 2, 160, head_dim))
-    x = gaussian(1, 2, codec.tokens_per_row, head_dim, seed=1)
+    x = gaussian(1, 2, codec.block_tokens, head_dim, seed=1)
     assert codec.decode(codec.encode(x)).sub(x).square().sum() < x.square().sum()
 
 
@@ -109,7 +109,7 @@ UNFIT = [
     (lambda: Chain([], Entropy(rvq(group_size=16)), 16), r"rows of \(16,\) do not begin with an axis of tokens"),
     (lambda: presets.vqq().key_codec(12), "12 channels are not divisible by the 8 values of a code"),
     (lambda: presets.vq().key_codec(12), "not divisible by group_size 8"),
-    (lambda: presets.kvquant(block=4096).key_codec(64), "at most 16 bits"),
+    (lambda: presets.kvquant(block_tokens=4096).key_codec(64), "at most 16 bits"),
     (lambda: presets.vqq(float("nan")), "threshold of preset 'vqq' must be float, not nan"),
 ]
 UNKNOWN = [

@@ -34,7 +34,7 @@ EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector store
 @example(batch=3, blocks=4, cut=1, seed=4)  # where HQQ's powers were rounded by their place in the tensor
 def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut, seed):
     codec, cut = codecs[kind], min(cut, blocks)
-    rows = codec.tokens_per_row
+    rows = codec.block_tokens
     x = gaussian(batch, HEADS, blocks * rows, HEAD_DIM, seed=seed)
     x[:, :, :: blocks + 1] *= 5  # some blocks fit the codebooks, others do not
     payload = codec.encode(x)
@@ -56,7 +56,7 @@ def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut
 @pytest.mark.parametrize("kind", KINDS)
 def test_rebuilt_or_fitted_under_another_default_dtype_codecs_agree_bit_for_bit(codecs, kind):
     codec, fitted_again = codecs[kind], unfitted_codecs()[kind]
-    train, x = gaussian(2, HEADS, 210, HEAD_DIM), gaussian(1, HEADS, 4 * codec.tokens_per_row, HEAD_DIM, seed=9)
+    train, x = gaussian(2, HEADS, 210, HEAD_DIM), gaussian(1, HEADS, 4 * codec.block_tokens, HEAD_DIM, seed=9)
     payload = codec.encode(x)
     torch.set_default_dtype(torch.float64)
     try:
@@ -74,7 +74,7 @@ def test_rebuilt_or_fitted_under_another_default_dtype_codecs_agree_bit_for_bit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_extremes_stay_finite_and_what_cannot_be_stored_is_named(codecs, kind):
     codec = codecs[kind]
-    x = gaussian(1, HEADS, 2 * codec.tokens_per_row, HEAD_DIM, seed=1)
+    x = gaussian(1, HEADS, 2 * codec.block_tokens, HEAD_DIM, seed=1)
     spike = x.clamp(-3, 3)
     spike[0, 0, 0, 0] = 6e4
     for extreme in (x * 0, x * 0 + 3.3, x.clamp(-1, 1) * 6e4, x * 1e-6, x * 1e-30, x * 1e-42, spike):
@@ -106,7 +106,7 @@ def test_extremes_stay_finite_and_what_cannot_be_stored_is_named(codecs, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_layout_nor_threads_matter_and_no_memory_is_shared(codecs, kind):
     codec = codecs[kind]
-    x = gaussian(2, HEADS, 2 * codec.tokens_per_row, HEAD_DIM)
+    x = gaussian(2, HEADS, 2 * codec.block_tokens, HEAD_DIM)
     values, payload = x.clone(), codec.encode(x)
     assert torch.equal(x, values)
     assert same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2)), payload)
@@ -131,7 +131,7 @@ def test_neither_layout_nor_threads_matter_and_no_memory_is_shared(codecs, kind)
 def test_what_is_read_back_while_learning_is_what_a_cache_gives_later(kind):
     codec = unfitted_codecs()[kind]
     x = gaussian(2, HEADS, 420, HEAD_DIM, seed=9)
-    x = x[:, :, : x.shape[2] // codec.tokens_per_row * codec.tokens_per_row]
+    x = x[:, :, : x.shape[2] // codec.block_tokens * codec.block_tokens]
     for early in (codec.encode, codec.quantize_dequantize):
         with pytest.raises(RuntimeError, match="not fitted"):
             early(x)
@@ -153,7 +153,7 @@ def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
     x = gaussian(1, 2, 35, HEAD_DIM)
     for kind in ("kvquant key", "kvquant value", "higgs key", "ans", "transform coder", "steps token by token"):
         with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
-            codecs[kind].encode(x[:, :, : codecs[kind].tokens_per_row])
+            codecs[kind].encode(x[:, :, : codecs[kind].block_tokens])
     assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it
 
 

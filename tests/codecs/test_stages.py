@@ -17,7 +17,7 @@ from vqkv.codecs.transform import Grouping, Hadamard
 
 SCALED = {
     "turboquant": presets.turboquant(3),
-    "nsnquant": presets.nsnquant(tile=4),
+    "nsnquant": presets.nsnquant(block_tokens=4),
     "grid": presets.crossed("grid", 2, mean=False, rotation="hadamard"),
     "quanto": presets.quanto(4),
 }
@@ -133,7 +133,7 @@ def test_tokens_differ_from_their_anchor_as_it_is_read_back():
 
 def test_early_layers_get_finer_steps(llama):
     text = torch.randint(1, 400, (6, 96), generator=torch.Generator().manual_seed(0))
-    compressor = calibrate(llama, text, presets.cachegen(3.0, group=4, block=16), progress=False)
+    compressor = calibrate(llama, text, presets.cachegen(3.0, group=4, block_tokens=16), progress=False)
     bits = [pair[0].quantizer.bits for pair in compressor.codecs]
     assert sum(bits) / len(bits) == pytest.approx(3.0)
     assert [a - b for a, b in itertools.pairwise(bits)] == pytest.approx([1, math.log2(1.5)])

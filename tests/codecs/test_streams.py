@@ -84,8 +84,8 @@ def test_entropy_coded_presets_read_back_what_the_plain_ones_do(name):
     x, y = gaussian(1, 3, 1260 if name == "escapes" else 420, 16), gaussian(2, 3, 84, 16, seed=1)
     for role in ("key", "value"):
         plain = getattr(preset, f"{role}_codec")().fit(x)
-        entropic = getattr(presets.entropy_coded(preset, block=12), f"{role}_codec")().fit(x)
-        assert entropic.tokens_per_row in (12, plain.tokens_per_row)
+        entropic = getattr(presets.entropy_coded(preset, block_tokens=12), f"{role}_codec")().fit(x)
+        assert entropic.block_tokens in (12, plain.block_tokens)
         payload = entropic.encode(y)
         assert torch.equal(entropic.decode(payload), plain.decode(plain.encode(y)))
         assert payload.fields["lengths"].sum() == len(payload.ragged["stream"])

@@ -21,7 +21,7 @@ RAGGED = {name: SMALL[name] for name in ("lossless", "cachegen", "vqq", "vqq_pro
 RAGGED |= {f"{name}+ans": preset for name, preset in CODED.items()} | {"kvtc": PREDICTED["kvtc"]}
 LEARNED_SIZE = ("block_gtq",)  # how many norms a token takes is learned
 FIXED = {name: preset for name, preset in (SMALL | PREDICTED).items() if name not in (*RAGGED, *LEARNED_SIZE)}
-FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, flush_block=24)
+FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, block_tokens=24)
 MODEL = architecture(small_models.CONFIGS["llama"](), "float32")
 
 
@@ -60,7 +60,7 @@ def test_a_config_alone_tells_what_the_loaded_model_does(name, tmp_path):
     assert laid_out.device.type == "meta" and not any(x.device.type != "meta" for x in laid_out.parameters())
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.state_dict().values()}
     assert weight_bytes(model) >= sum(held.values())  # tied ones once, and buffers that are not saved
-    assert footprint(laid_out, presets.kivi(group_size=16)) == footprint(model, presets.kivi(group_size=16))
+    assert footprint(laid_out, presets.kivi(block_tokens=16)) == footprint(model, presets.kivi(block_tokens=16))
     assert dynamic_footprint(laid_out) == dynamic_footprint(model)
     for known in (model, model.config, AutoConfig.from_pretrained(tmp_path).to_dict()):
         assert weight_bytes(architecture(known, "bfloat16")) < 0.51 * weight_bytes(model)

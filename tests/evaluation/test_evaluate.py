@@ -68,7 +68,7 @@ def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
     """Blocks of 16 in pieces of 8: the first two pieces read nothing packed. Each later one sees what waits for its
     block, and its own piece up to itself."""
     compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 16), progress=False)
-    settings = dataclasses.replace(compressor.settings, recent_window=0, flush_block=16)
+    settings = dataclasses.replace(compressor.settings, recent_window=0, block_tokens=16)
     compressor = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
     row = evaluate(mini[0], compressor, tokens, chunk_size=8)
     held = [0, 8, 0, 8, 0, 8]  # exact tokens stored before the pieces from token 16 on
@@ -157,7 +157,7 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
     for system in (compressor, H2O(compressor, 0.5, 0.1)):
         with pytest.raises(DataError, match="no packed token was read"):
             evaluate(mini[0], system, tokens, protocol, step_size=16, reconstruction=False)
-    settings = dataclasses.replace(compressor.settings, recent_window=8, flush_block=1)
+    settings = dataclasses.replace(compressor.settings, recent_window=8, block_tokens=1)
     fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
     assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16, step_size=16)["kl_mean"] > 0
     assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there

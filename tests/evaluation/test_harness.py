@@ -23,7 +23,7 @@ from vqkv.study.peers import TransformersQuantized
 
 PRESETS = {
     "vqllm": presets.vqllm(num_quantizers=2, codebook_size=16, group_size=16),
-    "kivi": presets.kivi(bits=2, group_size=16, recent_window=16),  # packs blocks of tokens
+    "kivi": presets.kivi(bits=2, block_tokens=16, recent_window=16),  # packs blocks of tokens
     # layers read each other; sinks and a window
     "aqua": presets.aqua(presets.quanto(bits=2, group_size=32), recent_window=8),
 }

@@ -24,7 +24,7 @@ READ = {
     **{f"quanto {bits}": presets.quanto(bits, group_size=32) for bits in (2, 4, 8)},
     "hqq 4": presets.hqq(4, 32),
     "vqllm": presets.vqllm(3, 20, group_size=8),
-    "vq 8": presets.vq(8, codebook_size=16, keyframe=8),
+    "vq 8": presets.vq(8, codebook_size=16, block_tokens=8),
     "rvq2": presets.rvq2(codebook_size=16),
     "product": product(TokenBlock(32), HeadScale()),
     "product of tokens": product(VectorScale("rms")),
@@ -35,8 +35,8 @@ NOT_READ = {
     "kivi keys": presets.kivi(2, 8),
     "higgs": presets.higgs(4),
     "kvquant": presets.kvquant(2),
-    "vqq": presets.vqq(0.5, codebook_size=16, keyframe=8),
-    "ans": presets.entropy_coded(presets.quanto(4), block=32),
+    "vqq": presets.vqq(0.5, codebook_size=16, block_tokens=8),
+    "ans": presets.entropy_coded(presets.quanto(4), block_tokens=32),
 }
 
 

@@ -18,10 +18,10 @@ README = Path(__file__).parents[2] / "vqkv" / "models" / "README.md"
 HEAD = "| model_type | layers | keys | presets |\n|---|---|---|---|\n"
 TOKENS = torch.randint(3, 100, (16, 40), generator=torch.Generator().manual_seed(0))
 LOSSY = {
-    "quanto": replace(presets.quanto(4, 16), flush_block=8),
-    "hqq": replace(presets.hqq(4, 16), flush_block=8),
+    "quanto": replace(presets.quanto(4, 16), block_tokens=8),
+    "hqq": replace(presets.hqq(4, 16), block_tokens=8),
     "kivi": presets.kivi(4, 8, recent_window=4),
-    "kvquant": presets.kvquant(4, block=8),
+    "kvquant": presets.kvquant(4, block_tokens=8),
     "higgs": presets.higgs(4, recent_window=4),
     "vq": presets.vq(2, 8, 16),
     "rvq2": presets.rvq2(4, 8, 16),
@@ -29,8 +29,8 @@ LOSSY = {
     "vqq_product": presets.vqq_product(0.1, 8, 16),
     "vqllm": presets.vqllm(4, 16, 4, kmeans_iterations=1),
     "aqua": presets.aqua(presets.higgs(4), recent_window=4),
-    "best (short)": presets.best(4.0, 1, 1, block=8),
-    "best (long)": presets.best(4.0, 1 << 20, 1, block=8),
+    "best (short)": presets.best(4.0, 1, 1, block_tokens=8),
+    "best (long)": presets.best(4.0, 1 << 20, 1, block_tokens=8),
 }
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WIDTHS = ("hidden_size", "n_embd", "d_model", "lru_width")

@@ -44,7 +44,7 @@ def test_generate_reads_images_from_a_compressed_cache(name):
         given["token_type_ids"] = (given["input_ids"] == IMAGE).long()
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     exact = model.generate(**given, **options)
-    for preset, most in ((presets.fp16(), 1e-6), (presets.best(4.0, 1 << 20, 1, block=8), 1e-3)):
+    for preset, most in ((presets.fp16(), 1e-6), (presets.best(4.0, 1 << 20, 1, block_tokens=8), 1e-3)):
         compressor = calibrate(model, TOKENS, preset, progress=False)
         cache = compressor.new_cache(model)
         read = model.generate(**given, **options, past_key_values=cache)

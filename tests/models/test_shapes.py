@@ -29,7 +29,7 @@ def test_bits_are_those_of_what_each_layer_stores(name):
     """4-bit codes, and a 16-bit scale and zero point for each group of 16 channels: 6 bits a value."""
     model = build(name)
     assert [(layer.num_kv_heads, layer.head_dim) for layer in kv_layers(model)] == SHAPES[name]
-    preset = replace(presets.quanto(4, 16), flush_block=8)
+    preset = replace(presets.quanto(4, 16), block_tokens=8)
     cache = calibrate(model, TOKENS, preset, progress=False).new_cache(model)
     dynamic = DynamicCache(config=model.config)
     with torch.inference_mode():

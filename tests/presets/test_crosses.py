@@ -16,7 +16,7 @@ from vqkv.study.experiments.rule import pays_from
 from vqkv.study.tables import repository_root
 
 TOKENS = torch.randint(1, 400, (6, 48), generator=torch.Generator().manual_seed(0))
-LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block": 4}
+LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block_tokens": 4}
 PLANS = ({}, {"predicted": True}, {"mixed": True}, {"predicted": True, "mixed": True})
 EXISTING = [
     {"quantizer": quantizer, "rotation": rotation, "entropy": entropy}
@@ -101,7 +101,7 @@ NOWHERE = [
     ({"quantizer": "grid", "bits": 2.5}, DataError, r"grid of 2.5 bits a value: use \(2, 3, 4\)"),
     ({"quantizer": "affine", "bits": 2.5}, DataError, r"use \(1, 2, 3"),
     ({"bits": 11}, DataError, "from 0.01 to 10"),
-    ({"block": 0}, DataError, "tokens 0 must be an integer"),
+    ({"block_tokens": 0}, DataError, "tokens 0 must be an integer"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16|must be float")
       for quantizer, bits in itertools.product(("uniform", "rvq"), (0, -1, float("nan"), "2"))],
 ]  # fmt: skip
@@ -134,7 +134,7 @@ def test_too_few_tokens_are_named(llama):
     with pytest.raises(DataError, match="264 samples for an MLP of 64 input features"):
         calibrate(llama, TOKENS, presets.aqua(predictor="mlp"), progress=False)
     with pytest.raises(DataError, match="shorter than the codec's block of 64"):
-        made(llama, block=64, mixed=True)
+        made(llama, block_tokens=64, mixed=True)
     with pytest.raises(DataError, match="none is packed"):
         calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)
 
@@ -161,6 +161,6 @@ def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, h
 def test_best_falls_back_where_predictions_do_not_pay(llama):
     """Few tokens: it says so, and stores what the design for short contexts stores."""
     with pytest.warns(UserWarning, match="does not pay after calibration on"):
-        found = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1 << 20, block=4), progress=False)
-    expected = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1, block=4), progress=False)
+        found = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1 << 20, block_tokens=4), progress=False)
+    expected = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1, block_tokens=4), progress=False)
     assert not found.predictions and found.side_bytes == expected.side_bytes

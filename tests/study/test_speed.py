@@ -11,6 +11,7 @@ from vqkv.study import experiments, figures
 from vqkv.study.bench import caches, formats, generation, roofline, stored
 from vqkv.study.bench import speed as speed_bench
 from vqkv.study.bench.caches import PEER, REFERENCE
+from vqkv.study.bench.case import Sizes
 from vqkv.study.bench.generation import latency, peak_memory
 from vqkv.study.experiments import read_in_place
 

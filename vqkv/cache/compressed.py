@@ -47,13 +47,12 @@ class CompressedCache(Cache):
         self.compressor, self.model = compressor, weakref.ref(model)
         self.read_by: int | None = None  # the stamp of the model as it read the first token
         self.decoded_cache_bytes = decoded_cache_bytes
-        nothing_exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
-        held, rows = vars(compressor.settings) | nothing_exact, compressor.tokens_per_row
+        nothing_exact = {"sink_tokens": 0, "recent_window": 0, "block_tokens": 1} if in_place else {}
+        held, rows = vars(compressor.settings) | nothing_exact, compressor.block_tokens
         self.settings = LiveSettings(
-            **held,
+            **held | {"block_tokens": math.lcm(rows, held["block_tokens"])},
             in_place=in_place,
-            tokens_per_row=rows,
-            block=math.lcm(rows, held["flush_block"]),
+            row_tokens=rows,
             joint=compressor.joint,
             exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
         )

@@ -36,6 +36,7 @@ CARD = Path(__file__).with_name("card.md.j2")  # jinja2 comes with torch
 FOLDER = Path(__file__).parents[1] / "reference"
 BUNDLED = {f"vqkv/smollm2-135m-{preset}": FOLDER / f"smollm2-135m-{preset}" for preset in ("live", "best")}
 REMEDY = "save a compressor with compressor.save_pretrained(...)"
+FILED = {"block_tokens": "flush_block"}  # what a setting is called in files
 
 
 class Compressor:
@@ -94,9 +95,9 @@ class Compressor:
         return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
     @property
-    def tokens_per_row(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens that every codec can pack and unpack without others."""
-        return math.lcm(*(codec.tokens_per_row for pair in self.codecs for codec in pair))
+        return math.lcm(*(codec.block_tokens for pair in self.codecs for codec in pair))
 
     def to_layers(self, devices: list[torch.device]) -> None:
         """Move what each layer has learned to that layer's device, in place."""
@@ -127,9 +128,9 @@ class Compressor:
         if self.joint:
             raise DataError(f"{self.name} stores all layers together, which are not read one by one")
         known = self.new_pass() if known is None else known
-        block = self.tokens_per_row if self.predictions else 1
+        block = self.block_tokens if self.predictions else 1
         pairs = zip(self.coders[layer], (keys, values), strict=True)
-        return tuple(coder.through(whole_blocks(x, max(block, coder.tokens_per_row)), known) for coder, x in pairs)
+        return tuple(coder.through(whole_blocks(x, max(block, coder.block_tokens)), known) for coder, x in pairs)
 
     def save_pretrained(self, folder) -> None:
         """Write ``compressor.safetensors`` and a model card, ``README.md``, into ``folder``; older ones stay until the
@@ -177,7 +178,8 @@ class Compressor:
             tuple(codec_from_config(config, claim(tensors, f"{layer}.{role}.")) for role, config in zip(ROLES, pair))
             for layer, pair in enumerate(about["codecs"])
         ]
-        settings = CacheSettings(**about["settings"])
+        named = {filed: name for name, filed in FILED.items()}
+        settings = CacheSettings(**{named.get(name, name): value for name, value in about["settings"].items()})
         return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
 
     def _card(self) -> ModelCard:
@@ -201,7 +203,7 @@ class Compressor:
     def _described(self) -> dict:
         """All but what was learned, as JSON."""
         return {
-            "settings": asdict(self.settings),
+            "settings": {FILED.get(name, name): value for name, value in asdict(self.settings).items()},
             "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
             "predictions": [
                 {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}

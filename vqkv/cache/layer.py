@@ -53,7 +53,7 @@ class Batch:
     @property
     def room(self) -> int:
         """Quantized tokens of each sequence, complete blocks, that may be kept decoded."""
-        block = self.settings.tokens_per_row
+        block = self.settings.row_tokens
         return self.decoded_tokens // self.size // block * block
 
     def new_group(self, row: int = 0) -> Group:

@@ -111,4 +111,4 @@ def _empty(store: TokenStore, heads: int, dim: int, like: dict[str, Tensor]) -> 
     """Encode zeros, so as to know what the payload of a store is made of."""
     codec, device = store.coder.codec, next(iter(like.values())).device
     heads = codec.num_kv_heads or heads  # of all layers, where they are stored together
-    return codec.encode(torch.zeros(1, heads, codec.tokens_per_row, dim, device=device))
+    return codec.encode(torch.zeros(1, heads, codec.block_tokens, dim, device=device))

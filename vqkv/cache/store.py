@@ -122,7 +122,7 @@ class TokenStore:
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         """Fill ``out`` with the quantized tokens beyond those in ``decoded``, and keep those that there is room for."""
-        rows, few, past = self.settings.tokens_per_row, PIECE[out.device.type == "cpu"], self.sequences.past
+        rows, few, past = self.settings.row_tokens, PIECE[out.device.type == "cpu"], self.sequences.past
         at = kept = _tokens(self.decoded)
         first, last = self._with_holes(at), self.quantized
         first += -first % rows  # the rest of a row that was begun is holes
@@ -160,7 +160,7 @@ class TokenStore:
             sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
         if not states.shape[2]:
             return
-        if settings.joint or settings.recent_window or settings.block > 1:  # codes are the same in any pieces
+        if settings.joint or settings.recent_window or settings.block_tokens > 1:  # codes are the same in any pieces
             largest = FP16_MAX if self.rotation is None else FP16_MAX / math.sqrt(2)
             states = _checked(states, settings.exact_dtype, largest)
         states = _append(self.window, states)
@@ -175,7 +175,7 @@ class TokenStore:
     def _to_quantize(self, waiting: int) -> int:
         """Count the oldest of ``waiting`` tokens that are to be quantized: complete blocks beyond the recent window."""
         spare = max(0, waiting - self.settings.recent_window)
-        return spare - spare % self.settings.block
+        return spare - spare % self.settings.block_tokens
 
     def _quantized(self, payload: Payload, window: Tensor) -> None:
         """Append what became of the oldest tokens; ``window``: those after them."""
@@ -186,7 +186,7 @@ class TokenStore:
     def drop(self, reach: int, recorded: int) -> None:
         """Forget tokens that no later query can see, even if the last ``recorded`` are cropped: all but the last
         ``reach``. They are the sinks, complete blocks, and once none is left the window's."""
-        (sinks, quantized, window), block = self.parts, self.settings.block
+        (sinks, quantized, window), block = self.parts, self.settings.block_tokens
         spare = quantized + window - reach - recorded  # beyond the sinks, which go first
         if spare < 0 or spare + sinks == 0:
             return
@@ -218,7 +218,7 @@ class TokenStore:
         self.window = _slice(self.window, 0, seq_len - sinks - quantized)
         if self.payload is not None and seq_len < sinks + quantized:
             end = self._with_holes(max(0, seq_len - sinks))
-            stop = end + -end % self.settings.tokens_per_row
+            stop = end + -end % self.settings.row_tokens
             self.holes = (*(hole for hole in self.holes if hole < end), *range(end, stop))
             self.payload = self.payload.tokens(0, stop) if stop else None
             self.decoded = _slice(self.decoded, 0, seq_len - sinks)

@@ -31,7 +31,7 @@ def warn_if_damaged(compressor: Compressor, model, tokens: torch.Tensor) -> None
         before_rope = stored
     for layer, (*pair, keys, values) in enumerate(zip(*stored, *before_rope, strict=True)):
         for role, coder, x, y in zip(ROLES, compressor.coders[layer], pair, (keys, values), strict=True):
-            block = max(compressor.tokens_per_row if compressor.predictions else 1, coder.tokens_per_row)
+            block = max(compressor.block_tokens if compressor.predictions else 1, coder.block_tokens)
             if x.shape[2] < block:
                 continue
             x, y = whole_blocks(x.float(), block), y.float()

@@ -73,7 +73,7 @@ def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor])
     for coder, x in zip(itertools.chain(*compressor.coders), itertools.chain(*stored), strict=True):
         codec = coder.codec
         assert isinstance(codec, Chain)
-        x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
+        x = whole_blocks(x[:, :, sinks:].float(), compressor.block_tokens)
         residual = x if coder.prediction is None else x - coder.prediction(restored, x)
         error = coder.through(x, restored) - x
         vectors = codec.vectors(residual)

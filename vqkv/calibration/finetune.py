@@ -216,7 +216,7 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
         )
     if preset is None:
         return
-    blocks = any(make(None).tokens_per_row > 1 for make in (preset.key_codec, preset.value_codec))
+    blocks = any(make(None).block_tokens > 1 for make in (preset.key_codec, preset.value_codec))
     if blocks or preset.plan is not None:
         why = "it packs blocks of tokens, whose first is read before the last one is known"
         why = why if blocks else "its layers are predicted from others"

@@ -89,7 +89,7 @@ class LayerFit:
             if each.predictor is not None and each.predictor.learns
         }
         self.last_reader = last_readers(learning)
-        self.block = math.lcm(*(codec.tokens_per_row for codec in self.codecs.values())) if learning else 1
+        self.block = math.lcm(*(codec.block_tokens for codec in self.codecs.values())) if learning else 1
 
     def run(self, title: str | None = None) -> tuple[list[tuple[Codec, Codec]], dict[Place, Prediction]]:
         """Fit layer by layer, keys before values. Returns (key codec, value codec) of every layer, and the predictions.

@@ -20,7 +20,7 @@ class TokenBlock(Stage):
 
     def __post_init__(self):
         super().__post_init__()
-        self.tokens_per_row = self.tokens
+        self.block_tokens = self.tokens
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         heads, *row = shape

@@ -11,7 +11,7 @@ from vqkv.kernels import unpack_codes
 
 @dataclass(eq=False)
 class Payload:
-    """Tokens as they are stored, and nothing else. One row holds ``tokens_per_row`` tokens: 1, or a block.
+    """Tokens as they are stored, and nothing else. One row holds ``block_tokens`` tokens: 1, or a block.
 
     ``fields``: named tensors, each (batch, num_kv_heads, rows, ...). ``ragged``: tensors whose size depends on the
     data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), so that concatenation along tokens
@@ -22,7 +22,7 @@ class Payload:
     """
 
     fields: dict[str, Tensor]
-    tokens_per_row: int = 1
+    block_tokens: int = 1
     ragged: dict[str, Tensor] = field(default_factory=dict)
     units: int = 0
 
@@ -55,7 +55,7 @@ class Payload:
     @property
     def seq_len(self) -> int:
         """Number of tokens."""
-        return self.shape[2] * self.tokens_per_row
+        return self.shape[2] * self.block_tokens
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ class Payload:
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
         """Copy tokens ``start:stop`` (Python slice rules), which are complete blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
-        first, last = start // self.tokens_per_row, max(start, stop) // self.tokens_per_row
+        first, last = start // self.block_tokens, max(start, stop) // self.block_tokens
         tensors = {name: tensor[:, :, first:last] for name, tensor in self.fields.items()}
         for name, tensor in self.ragged.items():  # pieces of neighbouring rows are neighbours
             counts = self.counts(name).sum((0, 1))

@@ -28,7 +28,7 @@ class Codec(Part):
 
     head_dim: int | None = None
     num_kv_heads: int | None = None  # that it was fitted on
-    tokens_per_row: int = 1  # encoded together; ``seq_len`` must be a multiple of it
+    block_tokens: int = 1  # encoded together; ``seq_len`` must be a multiple of it
     ready: bool = False
     by_head: bool = False  # whether it serves just as many KV heads as it was fitted on
     learns: bool = False  # whether more than the first batch has anything to teach it
@@ -50,7 +50,7 @@ class Codec(Part):
         stream ``passes`` times, with ``end_pass`` after each."""
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
-        values = self._checked(whole_blocks(x, self.tokens_per_row), most=math.inf)
+        values = self._checked(whole_blocks(x, self.block_tokens), most=math.inf)
         self.prepare(values.shape[1], values.shape[-1])
         self.to(values.device)
         with full_precision(values.device):
@@ -110,7 +110,7 @@ class Codec(Part):
         if not fitted:
             name = type(self).__name__
             raise RuntimeError(f"this {name} is not fitted: call fit(x), or partial_fit(x) and then finalize()")
-        values = check_values(x, self.head_dim, self.tokens_per_row, most)
+        values = check_values(x, self.head_dim, self.block_tokens, most)
         if self.by_head and self.num_kv_heads not in (None, values.shape[1]):
             raise DataError(f"{values.shape[1]} KV heads, but this codec was fitted on {self.num_kv_heads}: fit again")
         return values
@@ -150,7 +150,7 @@ class Chain(Codec):
         self._stages, self._parts = (*self.stages,), (*self.stages, self.quantizer)  # faster to go through than modules
         self.stages = cast(list[Stage], nn.ModuleList(self.stages))
         self._viewed = all(type(stage).kernel_view_before is not Stage.kernel_view_before for stage in self._stages)
-        self.tokens_per_row = math.prod(stage.tokens_per_row for stage in self._stages)
+        self.block_tokens = math.prod(stage.block_tokens for stage in self._stages)
         self.by_head = any(part.by_head for part in self._parts)
         self.weighted = any(part.weighted for part in self._parts)
         self.costs = next((part.costs for part in self._parts if part.weighted), "loss")
@@ -189,8 +189,8 @@ class Chain(Codec):
         if [type(stage) for stage in self._stages[:3]] != [MeanRemoval, MergeHeads, PCA]:
             return super().reader(payload)
         mean, _, basis = cast(Any, self._stages[:3])
-        starts = range(0, payload.seq_len, self.tokens_per_row)
-        blocks = (payload.tokens(start, start + self.tokens_per_row) for start in starts)
+        starts = range(0, payload.seq_len, self.block_tokens)
+        blocks = (payload.tokens(start, start + self.block_tokens) for start in starts)
         with full_precision(payload.device):
             rows = torch.cat([self._read(block, 3)[..., : self.quantizer.kept] for block in blocks], dim=2)
 
@@ -247,7 +247,7 @@ class Chain(Codec):
         y, sides = self._forward(x)
         stored = self.quantizer.store(y)
         fields = {name: tensor for side in sides for name, tensor in side.items()}
-        return dataclasses.replace(stored, fields=stored.fields | fields, tokens_per_row=self.tokens_per_row)
+        return dataclasses.replace(stored, fields=stored.fields | fields, block_tokens=self.block_tokens)
 
     def _decode(self, payload: Payload) -> Tensor:
         packed = self.kernel_view(payload)

@@ -76,8 +76,8 @@ class PredictiveCodec:
     prediction: Prediction | None = None
 
     @property
-    def tokens_per_row(self) -> int:
-        return self.codec.tokens_per_row
+    def block_tokens(self) -> int:
+        return self.codec.block_tokens
 
     def encode(self, x: Tensor, reconstructions: Reconstructions) -> Payload:
         """Store only the residual of the prediction (algorithm 2). Raises what ``Codec.encode`` does."""

@@ -109,7 +109,7 @@ class Stage(Part):
     ``encode`` and ``decode``, and what of the rest applies."""
 
     side_fields: tuple[str, ...] = ()  # what it stores for every row
-    tokens_per_row: int = 1  # more, if it folds tokens into rows
+    block_tokens: int = 1  # more, if it folds tokens into rows
     share: float = 1.0  # of a row's values that go out; a quantizer's: of a cache's values that it is given
     weighted: bool = False  # whether it needs ``weigh`` before it learns
     costs: str = "loss"  # and of which costs: to the model's ``loss`` or in ``attention`` (``calibration.error_costs``)

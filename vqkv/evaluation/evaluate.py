@@ -212,7 +212,7 @@ def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
         count = sum(piece.shape[1] for piece in pieces)
         raise DataError(
             f"no packed token was read in {count} tokens: use longer sequences, or a preset with a smaller "
-            "recent_window= or flush_block="
+            "recent_window= or block_tokens="
         )
     return torch.cat(logits, dim=1), exact_tokens
 

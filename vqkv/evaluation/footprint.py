@@ -128,8 +128,8 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
         compressor = _untrained(preset, shape)
     codecs = [codec for pair in compressor.codecs for codec in pair]
     rows = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
-    block = math.lcm(compressor.settings.flush_block, compressor.tokens_per_row)
-    stored = sum(rows[codec] * (block // codec.tokens_per_row) for codec in codecs)
+    block = math.lcm(compressor.settings.block_tokens, compressor.block_tokens)
+    stored = sum(rows[codec] * (block // codec.block_tokens) for codec in codecs)
     predicted = bool(compressor.predictions) * (shape.num_layers if compressor.joint else 1)
     return _footprint(model, compressor.settings, block, stored, compressor.side_bytes, predicted)
 
@@ -137,8 +137,8 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
 def expected(model, preset: Preset, bits_per_value: float, side_information: int, predicted: int) -> Footprint:
     """Weigh a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices and tables so
     many bytes. ``predicted``: layers that are put together from others while one is read."""
-    stored = bits_per_value * preset.settings.flush_block * model_shape(model).values / 8
-    return _footprint(model, preset.settings, preset.settings.flush_block, stored, side_information, predicted)
+    stored = bits_per_value * preset.settings.block_tokens * model_shape(model).values / 8
+    return _footprint(model, preset.settings, preset.settings.block_tokens, stored, side_information, predicted)
 
 
 def dynamic_footprint(model) -> Footprint:
@@ -261,7 +261,7 @@ def _fitted(config: str, num_kv_heads: int, head_dim: int) -> Codec:
     while True:
         codec = part_from_config(json.loads(config))
         codec.weigh(torch.eye(head_dim).expand(num_kv_heads, -1, -1))
-        x = _random(num_kv_heads, math.ceil(tokens / codec.tokens_per_row) * codec.tokens_per_row, head_dim)
+        x = _random(num_kv_heads, math.ceil(tokens / codec.block_tokens) * codec.block_tokens, head_dim)
         try:
             return codec if codec.ready else codec.fit(x)
         except DataError:  # fewer vectors than codes; or something else, which more of them do not mend
@@ -277,7 +277,7 @@ def _random(num_kv_heads: int, tokens: int, head_dim: int) -> Tensor:
 def _row_bytes(codec: Codec, shape: Shape) -> int:
     """Weigh a row of the codec's payload. Raises ``DataError`` if its size depends on what is in it."""
     heads = codec.num_kv_heads or shape.num_kv_heads  # more where layers are stored together
-    payload = codec.encode(_random(heads, codec.tokens_per_row, shape.head_dim))
+    payload = codec.encode(_random(heads, codec.block_tokens, shape.head_dim))
     if payload.ragged:
         raise DataError(UNKNOWN)
     return payload.nbytes

@@ -45,7 +45,7 @@ def crossed(
     beam: int = 1,
     codebook_size: int = 256,
     group_size: int = 32,
-    block: int = 32,
+    block_tokens: int = 32,
     kmeans_iterations: int = 10,
     seed: int = 0,
 ) -> Preset:
@@ -55,7 +55,7 @@ def crossed(
     ``rvq`` (residual VQ), ``grid`` (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the
     codes. ``mean`` is subtracted first. ``rotation``: ``none``, ``hadamard``, ``pca``, or ``fisher_pca``, which scales
     channels by what errors cost the model; ``merged``: of transform coders, one rotation for all heads. ``entropy``
-    codes the codes in blocks of ``block`` tokens. ``predicted`` stores the residuals of AQUA-KV's linear predictors, in
+    codes the codes, ``block_tokens`` together. ``predicted`` stores the residuals of AQUA-KV's linear predictors, in
     every layer but the first, with weights of ``predictor_bits`` (GPTQ below 16). ``mixed`` splits the bits among
     layers, keys and values by marginal cost (all but ``grid`` and ``affine``). ``joint``: one rotation for all layers'
     keys, and one for their values (KVTC), without the two. ``rank``: components that are kept, 0: all. ``grouping``,
@@ -79,7 +79,7 @@ def crossed(
     elif rotation != "none":
         stages += [PCA(rotation == "fisher_pca", rank)]
     if coder is not None:
-        codec = chain(*stages, TokenBlock(block), coder(bits))
+        codec = chain(*stages, TokenBlock(block_tokens), coder(bits))
     elif quantizer == "grid":
         codec = chain(*stages, VectorScale("rms"), Grid(4 ** int(bits)))
     elif quantizer == "affine":
@@ -87,8 +87,8 @@ def crossed(
     else:
         books = ResidualVQ(1, codebook_size, group_size, kmeans_iterations, beam=beam, seed=seed).with_bits(bits)
         codec = chain(*stages, VectorScale("std"), Grouping(grouping, group_size), books)
-    made = Preset("crossed", codec, codec, sink_tokens=4, flush_block=block if coder or entropy else 1)
-    made = entropy_coded(made, block=block) if entropy else made
+    made = Preset("crossed", codec, codec, sink_tokens=4, block_tokens=block_tokens if coder or entropy else 1)
+    made = entropy_coded(made, block_tokens=block_tokens) if entropy else made
     plan: LayerPlan = LayerPlan()
     if predicted:
         kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
@@ -99,13 +99,13 @@ def crossed(
 
 @preset
 def best(
-    bits: float = 2.0, context: int = 8192, kv_width: int = 1024, block: int = 32, trellis: bool = False
+    bits: float = 2.0, context: int = 8192, kv_width: int = 1024, block_tokens: int = 32, trellis: bool = False
 ) -> Preset:
     """Choose page 11's design for ``context`` tokens that share the side information.
 
     ``context``: context length times number of sequences. ``kv_width``: num_kv_heads x head_dim channels (1,024 for
     Llama-3-8B; not read from the model). All designs subtract the mean, rotate by Fisher-weighted PCA, quantize
-    uniformly, code with rANS in blocks of ``block`` tokens, and split bits among layers, keys and values by marginal
+    uniformly, code ``block_tokens`` together with rANS, and split bits among layers, keys and values by marginal
     cost. ``best-short`` rotates each head by itself. ``best-mid``, from 6 tokens a channel on (``PAYS``), stores the
     residuals of AQUA-KV's linear predictors in 4 bits, by head. ``best-long``, from 45 on, has predictors of 8 bits and
     one rotation for all heads. With fewer than 8 calibration tokens a channel, or where predictions gain nothing on
@@ -115,7 +115,7 @@ def best(
     two. ``trellis``: lower KL at equal bits, seven to eight times as long to encode, twice as long to decode.
     """
     coder = "trellis" if trellis else "uniform"
-    shared: dict = {"rotation": "fisher_pca", "mixed": True, "block": block}
+    shared: dict = {"rotation": "fisher_pca", "mixed": True, "block_tokens": block_tokens}
     short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
     if (design := best_for(context, kv_width)) == "best-short":
         return short
@@ -125,7 +125,7 @@ def best(
 
 
 @preset
-def live(bits: float = 2.25, block: int = 16, seed: int = 0) -> Preset:
+def live(bits: float = 2.25, block_tokens: int = 16, seed: int = 0) -> Preset:
     """Code at a fixed rate, for a cache in use that attention reads in place.
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
@@ -133,7 +133,7 @@ def live(bits: float = 2.25, block: int = 16, seed: int = 0) -> Preset:
     back in blocks of 16 tokens."""
     codec = chain(MeanRemoval(), PCA(weighted=True), ByteGroups(bits, seed))
     plan = Budgeted(LayerPlan(), bits)
-    return Preset("live", codec, codec, sink_tokens=4, flush_block=block, pre_rope=16, plan=plan)
+    return Preset("live", codec, codec, sink_tokens=4, block_tokens=block_tokens, pre_rope=16, plan=plan)
 
 
 def best_for(tokens: int, kv_width: int) -> str:
@@ -141,17 +141,17 @@ def best_for(tokens: int, kv_width: int) -> str:
     return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.__getitem__)
 
 
-def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
-    """Code the codes of ``preset`` with rANS (see ``Entropy``), one stream for each head and ``block`` tokens where it
+def entropy_coded(preset: Preset, context: str = "position", block_tokens: int = 128) -> Preset:
+    """Code the codes of ``preset`` with rANS (see ``Entropy``), one stream for each head and ``block_tokens`` where it
     has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
 
     def coded(codec: Codec) -> Callable[..., Codec]:
         if not isinstance(codec, Chain):
             raise DataError(f"{preset.name} has no codes to entropy-code")
         stages = [*codec.stages]
-        if codec.tokens_per_row == 1:  # before the first stage that stores something per row
+        if codec.block_tokens == 1:  # before the first stage that stores something per row
             index = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
-            stages.insert(index, TokenBlock(block))
+            stages.insert(index, TokenBlock(block_tokens))
         return chain(*stages, Entropy(codec.quantizer, context))
 
     return dataclasses.replace(
@@ -159,5 +159,5 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
         name=f"{preset.name}+ans",
         key_codec=coded(preset.key_codec(None)),
         value_codec=coded(preset.value_codec(None)),
-        arguments=preset.arguments | {"context": context, "block": block},
+        arguments=preset.arguments | {"context": context, "block_tokens": block_tokens},
     )

@@ -44,7 +44,7 @@ class LayerPlan:
 class Preset:
     """A way to store a cache. ``key_codec`` and ``value_codec`` make an unfitted codec for one layer; they check
     head_dim if it is given. The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are
-    packed ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE
+    packed ``block_tokens`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE
     can be undone. ``plan``: which layers are predicted from which; ``if_too_few_tokens``: what is calibrated instead
     where that does not pay."""
 
@@ -53,7 +53,7 @@ class Preset:
     value_codec: Callable[..., Codec]
     sink_tokens: int = 0
     recent_window: int = 0
-    flush_block: int = 1
+    block_tokens: int = 1
     pre_rope: int | None = None
     arguments: dict = field(default_factory=dict)
     plan: LayerPlan | None = None
@@ -66,7 +66,7 @@ class Preset:
     def settings(self) -> CacheSettings:
         """Tokens that stay exact, and when others are packed."""
         pre_rope = True if self.pre_rope is None else self.pre_rope
-        return CacheSettings(self.sink_tokens, self.recent_window, self.flush_block, pre_rope)
+        return CacheSettings(self.sink_tokens, self.recent_window, self.block_tokens, pre_rope)
 
     def fitting(self, model) -> "Preset":
         """Decide ``pre_rope`` for ``model``, if it is open. Raises ``DataError`` if it is True and cannot be."""

@@ -25,11 +25,11 @@ def fp16() -> Preset:
 
 
 @preset
-def lossless(block: int = 32) -> Preset:
+def lossless(block_tokens: int = 32) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
-    blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
-    codec = chain(TokenBlock(block), FloatBits())
-    return Preset("lossless", codec, codec, flush_block=block, pre_rope=False)
+    blocks of ``block_tokens`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
+    codec = chain(TokenBlock(block_tokens), FloatBits())
+    return Preset("lossless", codec, codec, block_tokens=block_tokens, pre_rope=False)
 
 
 @preset
@@ -64,7 +64,7 @@ def quanto(bits: int = 4, group_size: int = 64) -> Preset:
     """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
     after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
     codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
-    return Preset("quanto", codec, codec, flush_block=128, pre_rope=False)
+    return Preset("quanto", codec, codec, block_tokens=128, pre_rope=False)
 
 
 @preset
@@ -72,29 +72,34 @@ def hqq(bits: int = 4, group_size: int = 64) -> Preset:
     """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
     values of different tokens together, which a growing cache cannot do without packing everything again."""
     codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits, HalfQuadratic(bits)))
-    return Preset("hqq", codec, codec, flush_block=128, pre_rope=False)
+    return Preset("hqq", codec, codec, block_tokens=128, pre_rope=False)
 
 
 @preset
-def kivi(bits: int = 2, group_size: int = 128) -> Preset:
-    """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
-    groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
-    keys = chain(TokenBlock(group_size, channels_first=True), AffineQuantizer(bits))
-    values = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
+def kivi(bits: int = 2, block_tokens: int = 128) -> Preset:
+    """KIVI (Liu et al. 2024): asymmetric; keys per channel over ``block_tokens``, values per token in groups of up to
+    as many channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
+    keys = chain(TokenBlock(block_tokens, channels_first=True), AffineQuantizer(bits))
+    values = chain(Grouping(group_size=block_tokens, shrink="divisor"), AffineQuantizer(bits))
     return Preset("kivi", keys, values, recent_window=128, pre_rope=False)
 
 
 @preset
 def kvquant(
-    bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0, fisher: bool = False, norm: bool = False
+    bits: int = 4,
+    outliers: float = 0.01,
+    block_tokens: int = 32,
+    seed: int = 0,
+    fisher: bool = False,
+    norm: bool = False,
 ) -> Preset:
     """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
     ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here;
     ``norm``: Q-Norm, which there is for 2 bits."""
     levels, kind = NonUniform(bits, seed=seed, norm=norm), WeightedChain if fisher else Chain
-    keys = chain(ChannelScale(), TokenBlock(block), SparseOutliers(outliers), levels, kind=kind)
-    values = chain(MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax(), levels, kind=kind)
+    keys = chain(ChannelScale(), TokenBlock(block_tokens), SparseOutliers(outliers), levels, kind=kind)
+    values = chain(MergeHeads(), TokenBlock(block_tokens), SparseOutliers(outliers), MinMax(), levels, kind=kind)
     return Preset("kvquant", keys, values, sink_tokens=1)
 
 
@@ -112,40 +117,40 @@ def higgs(bits: int = 2, group_size: int = 1024) -> Preset:
 
 
 @preset
-def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
-    """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
+def vqq(threshold: float = 0.1, block_tokens: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework, stages 1 and 2: ``block_tokens`` of each head divided by their max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
     codec = Chain([], ResidualVQ(1, codebook_size, 8, seed=seed), 8)
-    return _framework("vqq", keyframe, Fallback(codec, threshold, 8))
+    return _framework("vqq", block_tokens, Fallback(codec, threshold, 8))
 
 
 @preset
-def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+def vqq_product(threshold: float = 0.08, block_tokens: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
     codec = Chain([], ProductVQ(2, codebook_size, 4, seed=seed), 8)
-    return _framework("vqq_product", keyframe, Fallback(codec, threshold, 8))
+    return _framework("vqq_product", block_tokens, Fallback(codec, threshold, 8))
 
 
 @preset
 def vq(
-    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
+    block_values: int = 8, block_tokens: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
 ) -> Preset:
-    """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
+    """VQ quality framework without fallback: ``block_values`` (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
-    parts = Grouping(group_size=block), ResidualVQ(1, codebook_size, block, seed=seed)
-    return _framework("vq", keyframe, *parts, scaled=per_head_scale)
+    parts = Grouping(group_size=block_values), ResidualVQ(1, codebook_size, block_values, seed=seed)
+    return _framework("vq", block_tokens, *parts, scaled=per_head_scale)
 
 
 @preset
-def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+def rvq2(block_values: int = 8, block_tokens: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
-    parts = Grouping(group_size=block), ResidualVQ(2, codebook_size, block, seed=seed)
-    return _framework("rvq2", keyframe, *parts)
+    parts = Grouping(group_size=block_values), ResidualVQ(2, codebook_size, block_values, seed=seed)
+    return _framework("rvq2", block_tokens, *parts)
 
 
-def _framework(name: str, keyframe: int, *parts: Stage | Quantizer, scaled: bool = True) -> Preset:
+def _framework(name: str, block_tokens: int, *parts: Stage | Quantizer, scaled: bool = True) -> Preset:
     """Make a system of the VQ quality framework: blocks of tokens, scaled per head, keys as attention sees them."""
-    codec = chain(TokenBlock(keyframe), *[HeadScale()] * scaled, *parts)
+    codec = chain(TokenBlock(block_tokens), *[HeadScale()] * scaled, *parts)
     return Preset(name, codec, codec, pre_rope=False)
 
 

@@ -18,19 +18,19 @@ from vqkv.presets.preset import Preset, chain, preset
 
 
 @preset
-def kvtc(bits: float = 2.0, deflate: bool = True, rank: int = 0, block: int = 128) -> Preset:
+def kvtc(bits: float = 2.0, deflate: bool = True, rank: int = 0, block_tokens: int = 128) -> Preset:
     """KVTC (Staniszewski & Lancucki 2025, arXiv 2511.01815): keys before RoPE of all layers and heads side by side, and
     values likewise, less their mean, rotated to their first ``rank`` (0: all) principal components, in groups of codes
     of as many bits as dynamic programming gives them (``ComponentGroups``), deflated. Sinks and the last 128 tokens
     stay exact.
 
     ``bits`` are what a value takes before deflating. Here a group's values in a token lie between two ends of 16 bits,
-    groups have 16 to 1,024 components, blocks of ``block`` tokens are deflated together, each group by itself, and PCA
+    groups have 16 to 1,024 components, ``block_tokens`` are deflated together, each group by itself, and PCA
     is exact, not randomised. Without ``deflate`` components are rounded to one step and rANS-coded, in place of groups
     and their ends."""
     quantizer = ComponentGroups(bits) if deflate else EntropyCodedScalar(bits)
-    codec = chain(MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block), quantizer)
-    return Preset("kvtc", codec, codec, sink_tokens=4, recent_window=128, flush_block=block, plan=Joint())
+    codec = chain(MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block_tokens), quantizer)
+    return Preset("kvtc", codec, codec, sink_tokens=4, recent_window=128, block_tokens=block_tokens, plan=Joint())
 
 
 @preset
@@ -50,13 +50,13 @@ def turboquant(bits: float = 3, seed: int = 0) -> Preset:
 
 
 @preset
-def kvarn(key_bits: int = 2, value_bits: int = 2, tile: int = 128, iterations: int = 16) -> Preset:
-    """KVarN (arXiv 2606.03458): tiles of ``tile`` tokens, Hadamard over channels, the standard deviations of channels
+def kvarn(key_bits: int = 2, value_bits: int = 2, block_tokens: int = 128, iterations: int = 16) -> Preset:
+    """KVarN (arXiv 2606.03458): tiles of ``block_tokens``, Hadamard over channels, the standard deviations of channels
     and tokens brought to 1 in ``iterations`` steps, then asymmetric rounding: keys per channel, values per token.
     Tokens wait in 16 bits until a tile is full. fp16 for all scales is ours. 2.56 bits a value at head_dim 64."""
     scales = DualScale(iterations)
-    keys = chain(Hadamard(), TokenBlock(tile, channels_first=True), scales, AffineQuantizer(key_bits))
-    values = chain(Hadamard(), TokenBlock(tile), scales, AffineQuantizer(value_bits))
+    keys = chain(Hadamard(), TokenBlock(block_tokens, channels_first=True), scales, AffineQuantizer(key_bits))
+    values = chain(Hadamard(), TokenBlock(block_tokens), scales, AffineQuantizer(value_bits))
     return Preset("kvarn", keys, values, pre_rope=False)
 
 
@@ -75,22 +75,22 @@ def nvfp4() -> Preset:
 
 
 @preset
-def cachegen(bits: float = 3.0, group: int = 10, block: int = 160) -> Preset:
+def cachegen(bits: float = 3.0, group: int = 10, block_tokens: int = 160) -> Preset:
     """CacheGen (Liu et al. 2024): of every ``group`` tokens the first in 8 bits, the others as differences from it,
     rounded in steps that grow from the first third of the layers to the last (1/2, 1 and 3/2 of one step) and
     entropy-coded by channel. ``bits``: what a difference is to take on average over layers; steps follow from it. Its
-    arithmetic coder is our rANS, with tables for channels of like spread, in streams of ``block`` tokens."""
-    codec = chain(TokenBlock(block), Anchors(group), EntropyCodedScalar(bits))
-    return Preset("cachegen", codec, codec, flush_block=block, pre_rope=False, plan=Graded(bits))
+    arithmetic coder is our rANS, with tables for channels of like spread, in streams of ``block_tokens``."""
+    codec = chain(TokenBlock(block_tokens), Anchors(group), EntropyCodedScalar(bits))
+    return Preset("cachegen", codec, codec, block_tokens=block_tokens, pre_rope=False, plan=Graded(bits))
 
 
 @preset
-def nsnquant(tile: int = 64) -> Preset:
+def nsnquant(block_tokens: int = 64) -> Preset:
     """NSNQuant (arXiv 2505.18231): tokens divided by their norm, the mean of a tile's tokens subtracted, divided by
     their norm again, rotated by Hadamard, then signs and one codebook of 8 magnitudes for all models (``SignedGrid``),
     learned here by k-means alone. All scales and means are fp16, of which the paper quantizes some to 4 bits."""
     rotation = Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()
-    codec = chain(TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), *rotation, SignedGrid())
+    codec = chain(TokenBlock(block_tokens), VectorScale("rms"), TileMean(), Rescale("rms"), *rotation, SignedGrid())
     return Preset("nsnquant", codec, codec, pre_rope=False)
 
 
@@ -125,10 +125,10 @@ def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0) -> Preset
 
 
 @preset
-def aatc(bits: float = 2.0, block: int = 32) -> Preset:
+def aatc(bits: float = 2.0, block_tokens: int = 32) -> Preset:
     """AATC (arXiv 2608.14191): each head's channels rotated to the components in which errors count as much as they
     cost attention, and bits poured over those of all layers, keys and values, in reverse, which one step with entropy
     coding does. Costs are here those of the model's loss (Fisher information), not of its attention outputs, so that
     this is ``best``'s "short"."""
-    made = crossed("uniform", bits, rotation="fisher_pca", merged=False, mixed=True, block=block)
+    made = crossed("uniform", bits, rotation="fisher_pca", merged=False, mixed=True, block_tokens=block_tokens)
     return dataclasses.replace(made, name="aatc")

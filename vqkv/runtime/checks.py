@@ -13,7 +13,7 @@ FP16_MAX = 65504.0
 MANY = 1 << 62  # tokens, sequences or bytes
 
 
-def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1, most: float = math.inf) -> Tensor:
+def check_values(x: Tensor, head_dim: int | None = None, block_tokens: int = 1, most: float = math.inf) -> Tensor:
     """Return ``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); all checks of codecs' input are here.
 
     Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
@@ -26,8 +26,8 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
         raise DataError(f"empty input of shape {tuple(x.shape)}: encode at least one token")
     if head_dim is not None and x.shape[-1] != head_dim:
         raise DataError(f"head_dim is {x.shape[-1]}, but this codec was made for {head_dim}: fit one for this model")
-    if x.shape[2] % tokens_per_row:
-        raise DataError(f"seq_len {x.shape[2]} is no multiple of the codec's block of {tokens_per_row} tokens")
+    if x.shape[2] % block_tokens:
+        raise DataError(f"seq_len {x.shape[2]} is no multiple of the codec's block of {block_tokens} tokens")
     values = x.detach().float()
     largest = max(abs(float(end)) for end in torch.aminmax(values))  # one pass, and NaN is passed on
     if not math.isfinite(largest):
@@ -48,12 +48,12 @@ def check_whole(name: str, value, least: int, most: int = MANY) -> None:
         raise DataError(f"{name} {value!r} must be an integer from {least} to {most}")
 
 
-def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
+def whole_blocks(x: Tensor, block_tokens: int) -> Tensor:
     """Drop the tokens after the last complete block. Raises ``DataError`` if there is none."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         return x  # check_values says what is wrong
-    if 0 < x.shape[2] < tokens_per_row:
+    if 0 < x.shape[2] < block_tokens:
         raise DataError(
-            f"seq_len {x.shape[2]} is shorter than the codec's block of {tokens_per_row} tokens: use longer sequences"
+            f"seq_len {x.shape[2]} is shorter than the codec's block of {block_tokens} tokens: use longer sequences"
         )
-    return x[:, :, : x.shape[2] - x.shape[2] % tokens_per_row]
+    return x[:, :, : x.shape[2] - x.shape[2] % block_tokens]

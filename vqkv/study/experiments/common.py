@@ -32,7 +32,7 @@ COPY_FROM = 16  # tokens of a passage after which a model can know which comes a
 
 def bare(preset: Preset) -> Preset:
     """The preset without sinks, recent window and a flush block beyond its codec's."""
-    return dataclasses.replace(preset, sink_tokens=0, recent_window=0, flush_block=1)
+    return dataclasses.replace(preset, sink_tokens=0, recent_window=0, block_tokens=1)
 
 
 def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
@@ -107,7 +107,7 @@ def bits_with_side(row: dict, about: dict, tokens: int, exact_tokens: float = 0)
 def tokens_kept_exact(compressor) -> float:
     """Return tokens that caches keep in 16 bits on average: sinks, window, and what waits for a block to fill."""
     settings = compressor.settings
-    block = math.lcm(settings.flush_block, compressor.tokens_per_row)
+    block = math.lcm(settings.block_tokens, compressor.block_tokens)
     return settings.sink_tokens + settings.recent_window + (block - 1) / 2
 
 

@@ -12,7 +12,7 @@ from vqkv.study.experiments.common import bare
 
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
 RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many bytes as linear predictors do
-KVTC: dict[str, dict] = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
+KVTC: dict[str, dict] = {"": {}, ", block 32": {"block_tokens": 32}, ", rANS": {"deflate": False}}
 KVTC |= {f", rank {rank}": {"rank": rank} for rank in RANKS}
 KVTC |= {", rANS, rank 960": {"deflate": False, "rank": 960}}
 BEST = {  # the designs of ``presets.best``, as page 11 measures them, by their stages
@@ -34,11 +34,11 @@ def published(
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
     found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
-    found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
+    found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"block_tokens": 32} | own["vqq product"])}
     for label, (depth, size) in vqllm.items():
         found[label] = presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
     found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
-    cachegen = {"group": 16, "block": 128} | own["cachegen"]
+    cachegen = {"group": 16, "block_tokens": 128} | own["cachegen"]
     turboquant: dict = {"seed": seed} | own["turboquant"]
     found |= {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}

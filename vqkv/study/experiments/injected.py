@@ -105,7 +105,7 @@ def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
 
 
 def _framework(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
-    shared = {"codebook_size": codebook_size, "seed": seed, "keyframe": KEYFRAME}
+    shared = {"codebook_size": codebook_size, "seed": seed, "block_tokens": KEYFRAME}
     return {
         "vq unscaled": presets.vq(8, per_head_scale=False, **shared),
         "vq": presets.vq(8, **shared),

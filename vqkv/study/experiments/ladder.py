@@ -53,7 +53,7 @@ def tier_ladder(
     else:
         keyframes, deltas = EXACT.get(tier, ("", "int4"))
         if not keyframes:
-            preset = FRAMEWORK[tier](keyframe=interval, codebook_size=codebook_size, seed=subject.seed)
+            preset = FRAMEWORK[tier](block_tokens=interval, codebook_size=codebook_size, seed=subject.seed)
             keyframes = subject.calibrated(preset).codecs
         stream = Stream(live, keyframes, deltas, interval)
         state, row = stream.state(max(0, steps - 2)), stream.report()

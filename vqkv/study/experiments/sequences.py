@@ -28,7 +28,7 @@ def sequence_damage(
     """
     compressor: Any
     if codec in CODECS:
-        preset = FRAMEWORK[codec](keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed)
+        preset = FRAMEWORK[codec](block_tokens=prompt_len, codebook_size=codebook_size, seed=subject.seed)
         compressor = subject.calibrated(preset)
     else:
         compressor = H2O(exact_compressor(subject), retain, recent)

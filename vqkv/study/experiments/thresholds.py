@@ -90,7 +90,7 @@ def _prompts(subject: Subject, prompt_len: int):
 @per_process(maxsize=1)
 def _fitted(subject: Subject, method: str, prompt_len: int, codebook_size: int) -> Compressor:
     make = (WITH_FALLBACK | WITHOUT_FALLBACK)[method]
-    return subject.calibrated(make(keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed))
+    return subject.calibrated(make(block_tokens=prompt_len, codebook_size=codebook_size, seed=subject.seed))
 
 
 def _median_error(compressor, keys, values) -> float:

@@ -22,7 +22,7 @@ TRIALS = {
         {"outliers": 0.01, "fisher": True, "norm": True},
     ],
     "higgs": [{"group_size": 1024}, {"group_size": 64}, {"group_size": 32}],
-    "vqq product": [{"keyframe": 32}, {"keyframe": 64}, {"keyframe": 16}],
+    "vqq product": [{"block_tokens": 32}, {"block_tokens": 64}, {"block_tokens": 16}],
     "vqllm": [  # at equal bits, which its labels tell
         {"key_grouping": "strided", "value_grouping": "contiguous"},
         {"key_grouping": "contiguous", "value_grouping": "contiguous"},
@@ -30,10 +30,10 @@ TRIALS = {
     ],
     **{f"aqua higgs {bits}": AQUA for bits in (2, 3, 4)},
     "turboquant": [{"pre_rope": False}, {"pre_rope": None}],
-    "kvarn": [{"tile": 128}, {"tile": 64}],
-    "cachegen": [{"group": group, "block": 128} for group in (16, 8, 32, 64)],
-    "nsnquant": [{"tile": 64}, {"tile": 32}, {"tile": 128}],
-    "aatc": [{"block": 32}, {"block": 128}],
+    "kvarn": [{"block_tokens": 128}, {"block_tokens": 64}],
+    "cachegen": [{"group": group, "block_tokens": 128} for group in (16, 8, 32, 64)],
+    "nsnquant": [{"block_tokens": 64}, {"block_tokens": 32}, {"block_tokens": 128}],
+    "aatc": [{"block_tokens": 32}, {"block_tokens": 128}],
     "oscar": [{"key_clip": 0.96, "value_clip": 0.92}, {"key_clip": 0.92, "value_clip": 0.88}, {"group_size": 32}],
     "nova": [{"clip": 0.92}, {"clip": 0.96}],
 }

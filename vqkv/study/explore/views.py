@@ -119,7 +119,7 @@ def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: 
 
 def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int, head: int, token: int):
     """A key (head_dim,) as it comes, and what each stage makes of it."""
-    block = compressor.tokens_per_row
+    block = compressor.block_tokens
     if tokens.shape[1] < block:
         raise DataError(f"{compressor.name} stores {block} tokens together, the turn has {tokens.shape[1]}: say more")
     tokens = tokens.to(subject.model.device)
