@@ -10,10 +10,10 @@ from vqkv.kernels import naive
 from vqkv.kernels.attention import triton
 
 
-def assert_same(query, keys, values, turn=None, tolerance=2e-3):
+def assert_same(query, keys, values, rotation=None, tolerance=2e-3):
     """To products of fp16 numbers: 2^-11 of each term."""
-    assert triton.can_decode_attention(query, keys, values, turn)
-    as_decoded(triton, query, keys, values, turn, tolerance)
+    assert triton.can_decode_attention(query, keys, values, rotation)
+    as_decoded(triton, query, keys, values, rotation, tolerance)
 
 
 ROTATED = [
