@@ -101,9 +101,7 @@ def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
     for keys, wanted, rotation in zip(capture(model, tokens)[0], expected, rotations(model), strict=True):
         assert rotation.half_split and len(rotation.first) == 16
         missed = (keys - wanted).float().square().mean(dim=(0, 1, 2)) / wanted.float().square().mean(dim=(0, 1, 2))
-        others = [
-            channel for channel in range(32) if channel not in (5, 21)
-        ]  # what rotates with it is lost in its error
+        others = [channel for channel in range(32) if channel not in (5, 21)]  # what rotates with it is lost in it
         assert missed[others].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2
 
 

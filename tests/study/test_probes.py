@@ -43,9 +43,9 @@ def by_hand(model, x, names, layer, skip, reach):
     captured = dict(zip("KV", capture(model, x), strict=True))
     columns = []
     for name in names.split("+"):
-        role_and_lag, _, lag = name.partition("@T-")
-        start, back = skip + reach - int(lag or 0), int(role_and_lag[2:] or 0)
-        flat = captured[role_and_lag[0]][layer - back].transpose(1, 2).flatten(2).double()
+        source, _, lag = name.partition("@T-")
+        start, back = skip + reach - int(lag or 0), int(source[2:] or 0)
+        flat = captured[source[0]][layer - back].transpose(1, 2).flatten(2).double()
         columns.append(flat[:, start : start + x.shape[1] - skip - reach].flatten(0, 1))
     return torch.cat(columns, dim=1)
 

@@ -29,23 +29,23 @@ def small_probes():
 
 
 @pytest.fixture(scope="module")
-def all_rows(small_probes):
+def speed(small_probes):
     return experiments.kernel_speed(operations=[], **SETTINGS)
 
 
-def test_one_tidy_row_per_operation_format_implementation_and_shape(all_rows):
-    assert not all_rows.duplicated(["operation", "format", "implementation", "shape", "dtype"]).any()
-    assert set(all_rows["operation"]) == {"roofline", *speed_bench.OPERATIONS}
-    timed = all_rows[all_rows["operation"] != "roofline"]
+def test_one_tidy_row_per_operation_format_implementation_and_shape(speed):
+    assert not speed.duplicated(["operation", "format", "implementation", "shape", "dtype"]).any()
+    assert set(speed["operation"]) == {"roofline", *speed_bench.OPERATIONS}
+    timed = speed[speed["operation"] != "roofline"]
     assert (timed["min"] <= timed["median"]).all() and (timed["median"] <= timed["max"]).all()
     assert (timed["repetitions"] >= 2).all() and (timed["bound_ms"] > 0).all()
-    assert set(all_rows["shape"][all_rows["operation"] == "rvq_encode"]) == {
+    assert set(speed["shape"][speed["operation"] == "rvq_encode"]) == {
         "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
     }  # fmt: skip
 
 
-def test_peers_solve_the_same_problem(all_rows):
-    implementations = {operation: set(rows["implementation"]) for operation, rows in all_rows.groupby("operation")}
+def test_peers_solve_the_same_problem(speed):
+    implementations = {operation: set(rows["implementation"]) for operation, rows in speed.groupby("operation")}
     assert implementations["rvq_encode"] >= {"vector-quantize-pytorch", "faiss beam 1", "plain torch"}
     assert implementations["rvq_encode_beam4"] >= {"faiss beam 4"} and implementations["product_encode"] >= {"faiss"}
     assert implementations["affine_encode"] >= {"quanto", "hqq", "plain torch"} <= implementations["affine_decode"]
@@ -53,14 +53,12 @@ def test_peers_solve_the_same_problem(all_rows):
     for operation, names in implementations.items():
         ours = [name for name in names if name.startswith("vqkv (")]
         assert len(ours) == (operation != "roofline"), operation
-    codes = all_rows[all_rows["equal"].notna() & ~all_rows["operation"].isin(["rvq_encode_beam4", "grid_encode"])]
+    codes = speed[speed["equal"].notna() & ~speed["operation"].isin(["rvq_encode_beam4", "grid_encode"])]
     assert (codes["equal"] == 1).all(), codes[codes["equal"] < 1]
-    assert (
-        all_rows["equal"].min() > 0.9
-    )  # cdist of pairs rounds, and beams keep other candidates where scores nearly tie
-    values = all_rows[all_rows["error"].notna() & ~all_rows["operation"].str.startswith("affine")]
+    assert speed["equal"].min() > 0.9  # cdist of pairs rounds, and beams keep other candidates where scores nearly tie
+    values = speed[speed["error"].notna() & ~speed["operation"].str.startswith("affine")]
     assert values["error"].max() < 5e-3  # fp16 attention
-    lossy = all_rows[all_rows["operation"].isin(["affine_encode", "affine_decode"])].groupby("format")["error"]
+    lossy = speed[speed["operation"].isin(["affine_encode", "affine_decode"])].groupby("format")["error"]
     assert lossy.max()["int8"] < 0.02 < lossy.max()["int4"] < 0.2 < lossy.min()["int2"] < 0.5
 
 
