@@ -281,5 +281,5 @@ def test_a_window_that_slides_reads_what_a_plain_list_holds(model, codec, held, 
             continue
         cache.crop(left - complete[0].shape[2])
         complete = [x[:, :, :left] for x in complete]
-        kept, rows = sum(cache.layers[0].stores[0].parts) if left else 0, cache.settings.block
+        kept, rows = sum(cache.layers[0].stores[0].parts) if left else 0, cache.settings.block_tokens
         assert min(reach, left) <= kept <= max(reach, window + rows) + rows + sinks and cache.get_seq_length() == left

@@ -16,7 +16,7 @@ AQUA = {n: {"predictor": "gptq", "first_layer_bits": first} for n, first in ((2,
 SYSTEMS = {
     "quanto 2": ("quanto", {"bits": 2, "group_size": 32}, ""),
     "quanto 4": ("quanto", {"bits": 4}, ""),
-    "kivi 2": ("kivi", {"bits": 2, "group_size": 64} | BARE, ""),
+    "kivi 2": ("kivi", {"bits": 2, "block_tokens": 64} | BARE, ""),
     "kvquant 2": ("kvquant", {"bits": 2, "outliers": 0.005, "fisher": True}, ""),
     **{f"higgs {bits}": ("higgs", {"bits": bits} | BARE, "") for bits in (2, 3, 4)},
     **{f"vqllm {k}x1024": ("vqllm", {"num_quantizers": k, "codebook_size": 1024}, "") for k in (3, 6, 8)},

@@ -15,7 +15,7 @@ AQUA: list[dict] = product(predictor=["linear", "gptq"], first_layer_bits=[4, 2]
 AQUA += [{"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 4}]
 TRIALS = {
     "quanto 2": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
-    "kivi": [{"group_size": 128}, {"group_size": 64}, {"group_size": 32}],
+    "kivi": [{"block_tokens": 128}, {"block_tokens": 64}, {"block_tokens": 32}],
     "kvquant": [
         {"outliers": 0.01, "fisher": False},
         *product(outliers=[0.01, 0.005, 0.0025], fisher=[True]),
