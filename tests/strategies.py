@@ -33,7 +33,7 @@ def feed(cache, keys, values, pieces):
 
 
 class Fp32(Codec):
-    """Stores what it is given, so that what a cache does beside packing can be compared to the last digits."""
+    """Stores what it is given, so that what a cache does besides packing can be compared to the last digits."""
 
     ready = True
 

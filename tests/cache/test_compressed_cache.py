@@ -66,15 +66,15 @@ def files_of(call) -> set[str]:
 @pytest.mark.parametrize(("pre_rope", "more"), [(False, set()), (None, {"rotation"})])
 def test_a_key_passes_four_files(llama, pre_rope, more):
     """On its way in and out, in one call of ``update``: cache, layer, store and the codec; before RoPE its rotation.
-    Beside them a kernel's file turns autocast off."""
+    With them a kernel's file turns autocast off."""
     cache = calibrate(llama, TOKENS, presets.vqllm(**SMALL, pre_rope=pre_rope), progress=False).new_cache(llama)
     run(llama, cache, TOKENS[:1, :20], (10, 10))
     update, files = cache.update, set()
 
     def watched(*args, **kwargs):
-        found = []
-        files.update(files_of(lambda: found.append(update(*args, **kwargs))))
-        return found[0]
+        returned = []
+        files.update(files_of(lambda: returned.append(update(*args, **kwargs))))
+        return returned[0]
 
     cache.update = watched
     run(llama, cache, TOKENS[:1, 20:21], (1,))
@@ -205,14 +205,14 @@ def test_sliding_windows_drop_what_no_query_sees(name, preset, tmp_path):
     """The text is read as if all had been kept, and what is counted is what transformers' own cache holds."""
     model = small_models.sliding(name, tmp_path)
     compressor = calibrate(model, TOKENS, preset, progress=False)
-    cache, whole, dynamic = compressor.new_cache(model), compressor.new_cache(model), DynamicCache(config=model.config)
-    whole.batch.reaches = [None] * len(whole.batch.reaches)
-    read, kept, _ = (run(model, each) for each in (cache, whole, dynamic))
+    cache, full, dynamic = compressor.new_cache(model), compressor.new_cache(model), DynamicCache(config=model.config)
+    full.batch.reaches = [None] * len(full.batch.reaches)
+    read, kept, _ = (run(model, each) for each in (cache, full, dynamic))
     torch.testing.assert_close(read, kept, rtol=1e-4, atol=1e-4)
     held = sum(layer.keys.numel() + layer.values.numel() for layer in dynamic.layers)
     report = cache.report()
     assert report.dynamic_values == held and report.ratio == pytest.approx(2 * held / report.cache_bytes)
-    assert report.cache_bytes < whole.report().cache_bytes
+    assert report.cache_bytes < full.report().cache_bytes
     assert report.cache_bytes == tensor_bytes(cache) - tensor_bytes(compressor)
     with pytest.raises(DataError, match="sliding window or a recurrent state has forgotten"):
         cache.crop(-40)  # more than the rest of a block

@@ -40,7 +40,7 @@ class Token:
 
     given: list  # by layer: (keys, values), each (num_kv_heads, head_dim)
     read: list
-    place: str
+    part: str
     position: int
 
 
@@ -72,40 +72,40 @@ class Oracle:
 
     def _settle(self, tokens):
         held, rows = self.compressor.settings, self.compressor.block_tokens
-        sinks = sum(t.place == "sink" for t in tokens)
+        sinks = sum(t.part == "sink" for t in tokens)
         for t in tokens:
-            if t.place == "new" and sinks < held.sink_tokens:
-                t.place, t.read, sinks = "sink", halved(t.given), sinks + 1
-        window = [t for t in tokens if t.place in ("window", "new")]
+            if t.part == "new" and sinks < held.sink_tokens:
+                t.part, t.read, sinks = "sink", halved(t.given), sinks + 1
+        window = [t for t in tokens if t.part in ("window", "new")]
         block = torch.tensor(rows).lcm(torch.tensor(held.block_tokens)).item()
         spare = max(0, len(window) - held.recent_window)
         flush = spare - spare % block
         if flush:
             self._pack(window[:flush])
         for t in window[flush:]:
-            t.place, t.read = "window", halved(t.given)
+            t.part, t.read = "window", halved(t.given)
 
     def _pack(self, tokens):
-        known = Reconstructions(self.compressor.last_readers)
+        reconstructions = Reconstructions(self.compressor.last_readers)
         read = [[None, None] for _ in range(LAYERS)]
         for layer in range(LAYERS):
             for role in (0, 1):
                 x = torch.stack([self._waited(t)[layer][role] for t in tokens], 1)[None]
-                x = self._turn(unrotate, x, tokens) if role == 0 else x
-                x = self.compressor.coders[layer][role].through(x, known)
-                read[layer][role] = self._turn(rotate, x, tokens) if role == 0 else x
+                x = self._rotated(unrotate, x, tokens) if role == 0 else x
+                x = self.compressor.coders[layer][role].through(x, reconstructions)
+                read[layer][role] = self._rotated(rotate, x, tokens) if role == 0 else x
         for i, t in enumerate(tokens):
-            t.place, t.read = "packed", [tuple(x[0, :, i] for x in pair) for pair in read]
+            t.part, t.read = "packed", [tuple(x[0, :, i] for x in pair) for pair in read]
 
     def _waited(self, token):
         """In 16 bits where tokens can wait in the window, whether this one did or not."""
         held, rows = self.compressor.settings, self.compressor.block_tokens
         return halved(token.given) if held.recent_window or rows * held.block_tokens > 1 else token.given
 
-    def _turn(self, turn, x, tokens):
+    def _rotated(self, apply, x, tokens):
         if self.rotation is None:
             return x
-        return turn(x, *self.rotation.table(torch.tensor([[t.position for t in tokens]])))
+        return apply(x, *self.rotation.table(torch.tensor([[t.position for t in tokens]])))
 
     def crop(self, count):
         self.rows = [row[: len(row) - count] for row in self.rows]
@@ -115,8 +115,8 @@ class Oracle:
     def select(self, index):
         self.rows = [copy.deepcopy(self.rows[i]) for i in index]
 
-    def count(self, place):
-        return sum(t is not None and t.place == place for row in self.rows or [] for t in row)
+    def count(self, part):
+        return sum(t is not None and t.part == part for row in self.rows or [] for t in row)
 
 
 def halved(given):
@@ -262,7 +262,7 @@ def test_a_window_that_slides_reads_what_a_plain_list_holds(model, codec, held, 
     compressor = Compressor("exact", [(codec(), codec())] * LAYERS, settings, describe(model))
     cache, reach = compressor.new_cache(model, decoded_cache_bytes=budget), 5
     generator = torch.Generator().manual_seed(0)
-    cache.batch.reaches, whole = [reach, None], [torch.zeros(1, HEADS, 0, HEAD_DIM)] * (2 * LAYERS)
+    cache.batch.reaches, complete = [reach, None], [torch.zeros(1, HEADS, 0, HEAD_DIM)] * (2 * LAYERS)
     if recording:
         cache.activate_past_recording()
     for new, removed in steps:
@@ -270,16 +270,16 @@ def test_a_window_that_slides_reads_what_a_plain_list_holds(model, codec, held, 
         for layer in range(LAYERS):
             pair = [torch.randn(1, HEADS, new, HEAD_DIM, generator=generator) for _ in "kv"]
             for role, x in enumerate(pair):
-                whole[2 * layer + role] = torch.cat([whole[2 * layer + role], x], dim=2)
+                complete[2 * layer + role] = torch.cat([complete[2 * layer + role], x], dim=2)
             first = cache.layers[layer].first
-            for found, x in zip(cache.update(*pair, layer), whole[2 * layer :], strict=False):
-                torch.testing.assert_close(found, x[:, :, first:], rtol=1e-2, atol=1e-2)
-        left, first = whole[0].shape[2] - min(removed, new), cache.layers[0].first
+            for states, x in zip(cache.update(*pair, layer), complete[2 * layer :], strict=False):
+                torch.testing.assert_close(states, x[:, :, first:], rtol=1e-2, atol=1e-2)
+        left, first = complete[0].shape[2] - min(removed, new), cache.layers[0].first
         if not recording and first and left - first < reach:
             with pytest.raises(DataError, match="sliding window or a recurrent state has forgotten"):
-                cache.crop(left - whole[0].shape[2])
+                cache.crop(left - complete[0].shape[2])
             continue
-        cache.crop(left - whole[0].shape[2])
-        whole = [x[:, :, :left] for x in whole]
+        cache.crop(left - complete[0].shape[2])
+        complete = [x[:, :, :left] for x in complete]
         kept, rows = sum(cache.layers[0].stores[0].parts) if left else 0, cache.settings.block_tokens
         assert min(reach, left) <= kept <= max(reach, window + rows) + rows + sinks and cache.get_seq_length() == left

@@ -49,48 +49,48 @@ def read(model, compressor, tokens, pieces=(40,)):
 
 def two_turns(model, compressor, folder):
     """A ``PromptCache`` with 40 tokens and the 40 after them, and both files."""
-    known, text = PromptCache(folder, compressor, model), TOKENS[0]
+    prompts, text = PromptCache(folder, compressor, model), TOKENS[0]
     cache = read(model, compressor, text[:40])
-    known.save(text[:40], cache)
-    (first,) = known.folder.iterdir()
+    prompts.save(text[:40], cache)
+    (first,) = prompts.folder.iterdir()
     feed(model, cache, text[40:80])
-    known.save(text[:80], cache)
-    (second,) = set(known.folder.iterdir()) - {first}
-    return known, cache, first, second
+    prompts.save(text[:80], cache)
+    (second,) = set(prompts.folder.iterdir()) - {first}
+    return prompts, cache, first, second
 
 
 def test_a_chat_goes_on_as_if_never_saved_and_stores_each_block_once(llama, compressor, tmp_path):
-    known, text = PromptCache(tmp_path, compressor, llama), TOKENS[0]
+    prompts, text = PromptCache(tmp_path, compressor, llama), TOKENS[0]
     expected = read(llama, compressor, text[:40])
-    known.save(text[:40], expected)
-    for turn in (56, 72, 88):
-        cache, count = known.find(text[:turn])
-        assert count == turn - 16
-        assert torch.equal(feed(llama, cache, text[count:turn]), feed(llama, expected, text[count:turn]))
-        known.save(text[:turn], cache)
-    assert len(list(known.folder.iterdir())) == 4
+    prompts.save(text[:40], expected)
+    for stop in (56, 72, 88):
+        cache, count = prompts.find(text[:stop])
+        assert count == stop - 16
+        assert torch.equal(feed(llama, cache, text[count:stop]), feed(llama, expected, text[count:stop]))
+        prompts.save(text[:stop], cache)
+    assert len(list(prompts.folder.iterdir())) == 4
     again, count = PromptCache(tmp_path, compressor, llama).find(text)
     assert count == 88 and torch.equal(feed(llama, again, text[88:]), feed(llama, expected, text[88:]))
 
 
 def test_what_is_new_is_all_that_is_written(llama, quanto, tmp_path):
-    known, text = PromptCache(tmp_path, quanto, llama), TOKENS[0].repeat(5)
+    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0].repeat(5)
     cache = read(llama, quanto, text[:400])
-    known.save(text[:400], cache)
+    prompts.save(text[:400], cache)
     feed(llama, cache, text[400:408])
-    known.save(text[:408], cache)
-    large, small = sorted((x.stat().st_size for x in known.folder.iterdir()), reverse=True)
+    prompts.save(text[:408], cache)
+    large, small = sorted((x.stat().st_size for x in prompts.folder.iterdir()), reverse=True)
     assert small < large / 4
 
 
 def test_the_longest_common_prefix_is_found_and_something_is_left_to_read(llama, quanto, tmp_path):
-    known, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
-    assert known.find(text) == (None, 0)
+    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
+    assert prompts.find(text) == (None, 0)
     for stop in (20, 40):
-        known.save(text[:stop], read(llama, quanto, text[:stop], (stop,)))
+        prompts.save(text[:stop], read(llama, quanto, text[:stop], (stop,)))
     other = torch.cat([text[:30], TOKENS[1][30:]])
     for tokens, wanted in ((text, 40), (text[:41], 40), (text[:40], 39), (other, 30), (text[:1], 0), (TOKENS[1], 0)):
-        cache, count = known.find(tokens)
+        cache, count = prompts.find(tokens)
         assert count == wanted and (cache is None or cache.get_seq_length() == wanted)
         if cache is not None:  # as if it had been cropped without a file
             expected = read(llama, quanto, text[:40], (40,))
@@ -99,19 +99,19 @@ def test_the_longest_common_prefix_is_found_and_something_is_left_to_read(llama,
 
 
 def test_a_file_that_went_is_a_miss_and_only_a_damaged_one_of_a_chat_is_removed(llama, quanto, tmp_path):
-    known, cache, first, second = two_turns(llama, quanto, tmp_path)
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert known.find(TOKENS[0]) == (None, 0) and [*known.folder.iterdir()] == [second]
-    first.write_bytes(whole)
-    assert known.find(TOKENS[0])[1] == 80
+    prompts, cache, first, second = two_turns(llama, quanto, tmp_path)
+    content = first.read_bytes()
+    first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert prompts.find(TOKENS[0]) == (None, 0) and [*prompts.folder.iterdir()] == [second]
+    first.write_bytes(content)
+    assert prompts.find(TOKENS[0])[1] == 80
     first.unlink()
-    assert known.find(TOKENS[0]) == (None, 0)
-    known.save(TOKENS[0][:80], cache)
+    assert prompts.find(TOKENS[0]) == (None, 0)
+    prompts.save(TOKENS[0][:80], cache)
     assert PromptCache(tmp_path, quanto, llama).find(TOKENS[0])[1] == 80
     about, tensors = load_checked(second, FORMAT, VERSION, "")
     save_checked(second, about | {"version": VERSION + 1}, tensors)
-    assert known.find(TOKENS[0]) == (None, 0) and second.exists()
+    assert prompts.find(TOKENS[0]) == (None, 0) and second.exists()
 
 
 def out_of_files(path):
@@ -119,12 +119,12 @@ def out_of_files(path):
 
 
 def test_what_cannot_be_read_now_is_a_miss_and_stays(llama, quanto, tmp_path, monkeypatch):
-    known, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
-    known.save(text, read(llama, quanto, text))
+    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
+    prompts.save(text, read(llama, quanto, text))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", out_of_files)
-        assert known.find(text) == (None, 0)
-    assert known.find(text)[1] == 95
+        assert prompts.find(text) == (None, 0)
+    assert prompts.find(text)[1] == 95
 
 
 @pytest.mark.parametrize("tokens", [TOKENS[0][:39], TOKENS[:2, :40], torch.zeros(0, dtype=torch.int64)])
@@ -154,16 +154,16 @@ def rotate_otherwise(model):
 @pytest.mark.parametrize("change", [add, write_data, new_module, rotate_otherwise, lambda model: model.half()])
 def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, quanto, tmp_path, change):
     model = copy.deepcopy(llama)
-    known, before = PromptCache(tmp_path, kivi, model), identity(model)
+    prompts, before = PromptCache(tmp_path, kivi, model), identity(model)
     cache = read(model, kivi, TOKENS[0])
     cache.save(tmp_path / "cache")
-    known.save(TOKENS[0], cache)
+    prompts.save(TOKENS[0], cache)
     change(model)
-    assert identity(model) != before and known.find(TOKENS[0]) == (None, 0)
+    assert identity(model) != before and prompts.find(TOKENS[0]) == (None, 0)
     with pytest.raises(FormatError, match="weights|fitted to|dtype"):
         CompressedCache.load(tmp_path / "cache", kivi, model)
     with pytest.raises(DataError, match="changed since"):
-        known.save(TOKENS[0], cache)
+        prompts.save(TOKENS[0], cache)
     assert PromptCache(tmp_path, kivi, llama).find(TOKENS[0])[1] == 95
     assert PromptCache(tmp_path, quanto, llama).find(TOKENS[0])[1] == 0  # another compressor
 
@@ -172,12 +172,12 @@ def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, q
 def test_each_adapter_finds_its_own_prompts_and_tokens_of_two_are_saved_under_neither(llama, tmp_path, where):
     model, adapters = adapt(copy.deepcopy(llama), *where)
     kivi = calibrate(model, TOKENS, EVERY["kivi"], progress=False)
-    known, text = PromptCache(tmp_path, kivi, model), TOKENS[0]
+    prompts, text = PromptCache(tmp_path, kivi, model), TOKENS[0]
     for state in ({}, {"_active_adapter": ["b"]}, {"_disable_adapters": True}):
         switch(adapters, **state)
-        assert known.find(text) == (None, 0)
-        known.save(text, read(model, kivi, text))
-        assert known.find(text)[1] == 95
+        assert prompts.find(text) == (None, 0)
+        prompts.save(text, read(model, kivi, text))
+        assert prompts.find(text)[1] == 95
     switch(adapters, _disable_adapters=False)
     mixed = kivi.new_cache(model)
     for active in ("b", "a"):  # the first before any token
@@ -187,7 +187,7 @@ def test_each_adapter_finds_its_own_prompts_and_tokens_of_two_are_saved_under_ne
         mixed.save(tmp_path / "cache")
     for adapter in adapters:
         adapter.merge()
-    assert known.find(text) == (None, 0)
+    assert prompts.find(text) == (None, 0)
     for adapter in adapters:  # of a merge that is undone the rounding stays
         adapter.merged_adapters = []
-    assert known.find(text) == (None, 0) and len(list(tmp_path.glob("*/*.prompt"))) == 3
+    assert prompts.find(text) == (None, 0) and len(list(tmp_path.glob("*/*.prompt"))) == 3

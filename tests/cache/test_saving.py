@@ -163,10 +163,10 @@ def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
          lambda a, b: a.fingerprint == b.fingerprint),
     ]  # fmt: skip
     path.parent.mkdir()
-    for wholes, save, load, alike in kinds:
+    for originals, save, load, alike in kinds:
         files = []
-        for whole in wholes:
-            save(whole, path)
+        for original in originals:
+            save(original, path)
             files.append(path.read_bytes())
         refused = 0
         for data in [*(mutated(rng, *files) for _ in range(120)), files[0][:-1]]:
@@ -176,7 +176,7 @@ def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
             except FormatError as error:
                 refused += f"{path} is missing, cut or altered, or no vqkv-c" in str(error) and ": save a" in str(error)
             else:
-                assert any(alike(loaded, whole) for whole in wholes)
+                assert any(alike(loaded, original) for original in originals)
         assert refused > 100
 
 

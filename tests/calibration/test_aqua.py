@@ -45,15 +45,15 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
     compressor = calibrate(model, TOKENS, preset, progress=False)
     keys, values = capture(model, TOKENS[:2], pre_rope=False)
     read = feed(compressor.new_cache(model), keys, values, (30, 1, 1, 48))
-    packed, known = [[x[:, :, 2:] for x in role] for role in (keys, values)], compressor.new_pass()
+    packed, reconstructions = [[x[:, :, 2:] for x in role] for role in (keys, values)], compressor.new_pass()
     for layer, expected in enumerate(by_hand(compressor, *packed)):
-        again = compressor.reconstruct(layer, packed[0][layer], packed[1][layer], known)
+        again = compressor.reconstruct(layer, packed[0][layer], packed[1][layer], reconstructions)
         torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
         for exact, restored, got in zip((keys[layer], values[layer]), expected, read[-1][layer], strict=True):
             torch.testing.assert_close(got[:, :, 2:32], restored[:, :, :30], rtol=1e-4, atol=1e-4)
             assert torch.equal(got[:, :, :2], exact[:, :, :2].half().float())
             assert torch.equal(got[:, :, 32:], exact[:, :, 32:])
-    assert not known  # forgotten once the last reader has run
+    assert not reconstructions  # forgotten once the last reader has run
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
 def test_in_place_equals_restoring_every_layer_by_hand(llama, preset, within):
     """In place, the model sees what is restored of x for x; hooks on the projections do the same without a cache."""
     compressor = calibrate(llama, TOKENS, preset, progress=False)
-    known, handles = compressor.new_pass(), []
+    reconstructions, handles = compressor.new_pass(), []
     for source, coders in zip(kv_sources(llama), compressor.coders, strict=True):
         for module, coder in zip((source.key_module, source.value_module), coders, strict=True):
 
             def through(m, a, out, source=source, coder=coder):
-                return coder.through(source.heads(out, 0), known).transpose(1, 2).reshape(out.shape)
+                return coder.through(source.heads(out, 0), reconstructions).transpose(1, 2).reshape(out.shape)
 
             handles.append(module.register_forward_hook(through))
     with torch.inference_mode():

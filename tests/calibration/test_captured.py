@@ -43,13 +43,13 @@ def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
 def peaks(folder: str, name: str) -> list[float]:
     """MiB that this process has held at most, after a calibration on 8 sequences and after one on 80."""
     torch.set_num_threads(1)
-    model, found = load_model(folder)[0], []
+    model, peak_mib = load_model(folder)[0], []
     preset = presets.aqua() if name == "aqua" else presets.vqllm(2, 16, 8)
     for num_seqs in (8, 80):
         tokens = torch.randint(0, 400, (num_seqs, 256), generator=torch.Generator().manual_seed(0))
         calibrate(model, tokens, preset, batch_size=4, progress=False)
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    return found
+        peak_mib.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return peak_mib
 
 
 @pytest.mark.parametrize("name", ["aqua", "vqllm"])

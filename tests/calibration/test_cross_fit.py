@@ -24,10 +24,10 @@ def left(predictor, x, y):
 @pytest.mark.parametrize("count", [96, 256, 4096])
 def test_what_folds_leave_is_what_other_text_will_leave(count):
     x, y, fold = samples(count, 1.0)
-    found = cross_fit([(x, y, fold)], Linear())
-    other = left(found.complete, *samples(4096, 1.0, seed=7)[:2])
-    folds = float((y - found.held_out(x, fold, WIDTH)).square().mean())
-    assert torch.equal(found.held_out(x, fold, WIDTH)[fold == 1], found.folds[1](x[fold == 1]))
+    fit = cross_fit([(x, y, fold)], Linear())
+    other = left(fit.complete, *samples(4096, 1.0, seed=7)[:2])
+    folds = float((y - fit.held_out(x, fold, WIDTH)).square().mean())
+    assert torch.equal(fit.held_out(x, fold, WIDTH)[fold == 1], fit.folds[1](x[fold == 1]))
     assert folds == pytest.approx(other, rel=0.25)
     itself = left(Linear().fit(lambda: iter([(x, y)])), x, y)
     assert itself < 0.6 * other or count == 4096
@@ -41,10 +41,10 @@ def test_a_prediction_that_gains_nothing_is_none():
 
 def test_batches_add_up_and_few_samples_take_a_stronger_penalty():
     x, y, fold = samples(160, 1.0)
-    found = cross_fit([(x, y, fold)], Linear())
+    fit = cross_fit([(x, y, fold)], Linear())
     split = cross_fit([(x[:50], y[:50], fold[:50]), (x[50:], y[50:], fold[50:])], Linear())
-    torch.testing.assert_close(found.complete.weight, split.complete.weight)
-    assert found.complete.strength > cross_fit([samples(8192, 1.0)], Linear()).complete.strength
+    torch.testing.assert_close(fit.complete.weight, split.complete.weight)
+    assert fit.complete.strength > cross_fit([samples(8192, 1.0)], Linear()).complete.strength
 
 
 def test_folds_are_sequences_or_stretches_of_tokens():

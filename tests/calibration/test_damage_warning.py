@@ -42,8 +42,8 @@ def test_the_remedy_of_a_destroyed_cache_survives_at_no_more_bits(biased, preset
     remedies = re.findall(r"(best|higgs)\(([\d.]+)\)", message)
     assert len(remedies) == 2
     for name, value in remedies:
-        found, said = calibrated(*biased, presets.make(name, bits=int(value) if name == "higgs" else float(value)))
-        assert not said and found <= bits, (name, found, bits, said)
+        new_bits, said = calibrated(*biased, presets.make(name, bits=int(value) if name == "higgs" else float(value)))
+        assert not said and new_bits <= bits, (name, new_bits, bits, said)
 
 
 def test_fp16_loses_nothing_of_what_is_constant(biased):

@@ -1,4 +1,4 @@
-"""What errors in keys and values cost: predicted from gradients, and measured one place at a time."""
+"""What errors in keys and values cost: predicted from gradients, and measured one layer and role at a time."""
 
 from contextlib import contextmanager
 
@@ -27,10 +27,10 @@ def model(request, tmp_path_factory):
 
 
 @contextmanager
-def changed(model, place, change):
-    """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) at one place."""
-    source = kv_sources(model)[place[1]]
-    key = place[0] == "key"
+def changed(model, layer_role, change):
+    """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) of a layer."""
+    source = kv_sources(model)[layer_role[1]]
+    key = layer_role[0] == "key"
     module, part = (source.key_module, source.key_part) if key else (source.value_module, source.value_part)
 
     def hook(module, args, output):
@@ -47,30 +47,30 @@ def changed(model, place, change):
 
 
 @torch.inference_mode()
-def cost(model, place, change):
+def cost(model, layer_role, change):
     """KL in nats, mean over tokens."""
     exact = model(TOKENS, use_cache=False).logits
-    with changed(model, place, change):
+    with changed(model, layer_role, change):
         return token_kl(exact, model(TOKENS, use_cache=False).logits).mean().item()
 
 
-def places(model):
+def layer_roles(model):
     return [(role, layer) for layer in range(describe(model)["num_layers"]) for role in ROLES]
 
 
 def test_fisher_predicts_what_small_errors_cost(model):
     """Noise of the same size in all channels at every token: half of the trace times its variance, within a third for
     this many tokens."""
-    found = fisher_metrics(model, TOKENS)
-    assert set(found) == set(places(model))
-    for place, metric in found.items():
+    metrics = fisher_metrics(model, TOKENS)
+    assert set(metrics) == set(layer_roles(model))
+    for layer_role, metric in metrics.items():
         torch.testing.assert_close(metric, metric.mT)
         trace, seeded = metric.diagonal(dim1=1, dim2=2).sum().item(), torch.Generator().manual_seed(1)
 
         def noisy(x, size=(2 * 2e-3 / trace) ** 0.5, generator=seeded):
             return x + size * torch.randn(x.shape, generator=generator)
 
-        assert sum(cost(model, place, noisy) for _ in range(3)) / 3 == pytest.approx(2e-3, rel=0.35), place
+        assert sum(cost(model, layer_role, noisy) for _ in range(3)) / 3 == pytest.approx(2e-3, rel=0.35), layer_role
 
 
 def test_fisher_is_the_same_whatever_was_switched_off_and_leaves_nothing_behind(llama):
@@ -78,10 +78,10 @@ def test_fisher_is_the_same_whatever_was_switched_off_and_leaves_nothing_behind(
     llama.requires_grad_(False)
     try:
         with torch.inference_mode():
-            found = fisher_metrics(llama, TOKENS[:2].clone())
+            metrics = fisher_metrics(llama, TOKENS[:2].clone())
     finally:
         llama.requires_grad_(True)
-    assert all(torch.equal(found[place], metric) for place, metric in expected.items())
+    assert all(torch.equal(metrics[layer_role], metric) for layer_role, metric in expected.items())
     assert all(parameter.grad is None for parameter in llama.parameters())
     with changed(llama, ("value", 2), lambda x: x * torch.nan), pytest.raises(DataError, match="NaN or infinite"):
         fisher_metrics(llama, TOKENS)
@@ -92,21 +92,21 @@ def test_errors_after_rope_cost_as_much_in_other_directions_also_in_16_bits(tmp_
     model = small_models.load("llama", tmp_path)
     before, after = (fisher_metrics(model, TOKENS, pre_rope=pre_rope) for pre_rope in (True, False))
     halves = [fisher_metrics(model.bfloat16(), TOKENS, pre_rope) for pre_rope in (True, False)]
-    for place, metric in before.items():
-        sums = [x.diagonal(dim1=1, dim2=2).sum() for x in (metric, after[place])]
+    for layer_role, metric in before.items():
+        sums = [x.diagonal(dim1=1, dim2=2).sum() for x in (metric, after[layer_role])]
         torch.testing.assert_close(*sums, rtol=1e-4, atol=0)
-        assert torch.allclose(metric, after[place], rtol=1e-3) == (place[0] == "value")
-        for half, exact in zip(halves, (metric, after[place]), strict=True):
-            assert torch.cosine_similarity(half[place].flatten(), exact.flatten(), 0) > 0.8
+        assert torch.allclose(metric, after[layer_role], rtol=1e-3) == (layer_role[0] == "value")
+        for half, exact in zip(halves, (metric, after[layer_role]), strict=True):
+            assert torch.cosine_similarity(half[layer_role].flatten(), exact.flatten(), 0) > 0.8
 
 
-def test_a_place_costs_about_what_replacing_it_alone_does(model):
-    """e' F e / 2 of what the codec restores, which comes near the KL of a pass with that at one place."""
+def test_a_role_costs_about_what_replacing_it_alone_does(model):
+    """e' F e / 2 of what the codec restores, which comes near the KL of a pass with that of one layer and role."""
     compressor, captured = calibrate(model, TOKENS, PRESET, progress=False), capture(model, TOKENS)
     metrics = fisher_metrics(model, TOKENS)
-    found = cost_curves(model, compressor, TOKENS, metrics)
-    assert set(found) == set(places(model))
-    for (role, layer), curve in found.items():
+    curves = cost_curves(model, compressor, TOKENS, metrics)
+    assert set(curves) == set(layer_roles(model))
+    for (role, layer), curve in curves.items():
         last = SINKS + (TOKENS.shape[1] - SINKS) // BLOCK * BLOCK
         rows = captured[ROLES.index(role)][layer][:, :, SINKS:last].float()
         codec = compressor.codecs[layer][ROLES.index(role)]

@@ -115,15 +115,15 @@ def test_codebooks_follow_the_moving_average_of_changing_keys_and_values(models)
         counts, sums = 0.99 * counts + 0.01 * chosen.sum(0), 0.99 * sums + 0.01 * chosen.T @ rows
         smoothed = (counts + 1e-5) / (counts.sum() + 16e-5) * counts.sum()
         codebook = sums / smoothed.unsqueeze(-1)
-    found = result.compressor.codecs[2][0].state_dict()["quantizer.codebooks"][0].double()
+    learned = result.compressor.codecs[2][0].state_dict()["quantizer.codebooks"][0].double()
     assert (codebook - start).abs().max() > 1e-2
-    torch.testing.assert_close(found, codebook, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(learned, codebook, rtol=1e-3, atol=1e-3)
 
 
 def test_parts_of_a_batch_add_up_to_the_batch(models):
-    (whole, result), (parts, also) = tuned(models["llama"]), tuned(models["llama"], micro_batch=2)
+    (one_batch, result), (parts, also) = tuned(models["llama"]), tuned(models["llama"], micro_batch=2)
     assert result.losses == pytest.approx(also.losses, rel=1e-5)
-    assert apart(whole, parts) < 2e-5 < 1e-3 < apart(whole, models["llama"])
+    assert apart(one_batch, parts) < 2e-5 < 1e-3 < apart(one_batch, models["llama"])
 
 
 @pytest.mark.parametrize(("name", "dtype", "lr"), [("llama", torch.bfloat16, 4e-4), ("gpt2", torch.float16, 5e-5)])

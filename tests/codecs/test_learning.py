@@ -40,9 +40,9 @@ def test_start_is_distinct_whatever_repeats(distinct, repeats, seed):
 def test_ema_is_the_moving_average_written_out(monkeypatch):
     monkeypatch.setattr("vqkv.codecs.learning.kmeans.EPS", 0.0)
     ema = Ema(torch.tensor([[[1.0], [5.0]]]), torch.tensor([[10.0, 10.0]]), decay=0.9)
-    found = ema.update(torch.tensor([[20.0, 0.0]]).double(), torch.tensor([[[60.0], [0.0]]]).double())
+    updated = ema.update(torch.tensor([[20.0, 0.0]]).double(), torch.tensor([[[60.0], [0.0]]]).double())
     expected = [[(0.9 * 10 + 0.1 * 60) / (0.9 * 10 + 0.1 * 20)], [5.0]]
-    torch.testing.assert_close(found, torch.tensor([expected]))
+    torch.testing.assert_close(updated, torch.tensor([expected]))
 
 
 def residual_vq(x, **settings):

@@ -1,4 +1,4 @@
-"""What reading a cache needs beside what is stored: tables, and what is held for a moment."""
+"""What reading a cache needs in addition to what is stored: tables, and what is held for a moment."""
 
 import torch
 from torch.autograd.profiler import profile
@@ -19,9 +19,9 @@ def states(heads: int, tokens: int = TOKENS) -> torch.Tensor:
 
 def peak(run):
     """What ``run`` returns, and the most bytes that torch held at a time for tensors made in it."""
-    with profile(profile_memory=True) as found:
+    with profile(profile_memory=True) as profiler:
         out = run()
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return out, max(torch.tensor(changes).cumsum(0).tolist())
 
@@ -37,19 +37,19 @@ def test_layers_stored_together_are_read_one_after_the_other():
     """Never are all layers reconstructed at a time: at 4 bits, where all components are kept, these alone are."""
     x = states(LAYERS * HEADS)
     codec = presets.kvtc(4.0).key_codec(DIM).fit(x)
-    payload, whole = codec.encode(x), codec.decode(codec.encode(x))
+    payload, decoded = codec.encode(x), codec.decode(codec.encode(x))
     own = [Prediction(Slice(layer * HEADS * DIM, HEADS * DIM), (("key", 0),)) for layer in range(1, LAYERS)]
     readers = last_readers({("key", 1 + i): prediction for i, prediction in enumerate(own)})
 
     def read():
-        known = Reconstructions(readers)
-        first = JointCodec(codec, ("key", 0), heads=HEADS).decode(payload, known)
+        reconstructions = Reconstructions(readers)
+        first = JointCodec(codec, ("key", 0), heads=HEADS).decode(payload, reconstructions)
         yield first
         for prediction in own:
-            yield prediction(known, first)
+            yield prediction(reconstructions, first)
 
     error, most = peak(
-        lambda: max((got - want).abs().max().item() for got, want in zip(read(), whole.split(HEADS, 1), strict=True))
+        lambda: max((got - want).abs().max().item() for got, want in zip(read(), decoded.split(HEADS, 1), strict=True))
     )
     assert error < 1e-5
-    assert most < 1.75 * whole.nbytes
+    assert most < 1.75 * decoded.nbytes

@@ -48,7 +48,7 @@ def test_a_predictor_takes_its_bytes_and_comes_back_bit_for_bit(kind):
 @pytest.mark.parametrize("kind, mebibytes", [("linear", 162), ("mlp", 540), ("reduced_rank", 68), ("gptq", 43)])
 def test_sizes_are_those_published_for_a_3b_model(kind, mebibytes):
     """AQUA-KV's table: 28 layers, K and V 1024 wide. For GPTQ it has 41: scales and zeros of groups of 128 take 2.5 MiB
-    beside 40.5 MiB of codes."""
+    with 40.5 MiB of codes."""
     size = sum(layout_bytes(make_predictor(kind), inputs, 1024) for inputs in (1024, 2048))
     assert abs(27 * size / 2**20 - mebibytes) < 1
 
@@ -85,8 +85,8 @@ def test_sums_are_those_of_all_samples_however_they_are_cut(rows, size, inputs, 
 def test_inputs_that_say_nothing_give_the_mean(kind, x):
     y = gaussian(60, 3) + 1
     predictor = make_predictor(kind, **SMALL[kind] | ({"epochs": 200} if kind == "mlp" else {})).fit(stream(x, y))
-    found = predictor(x.view(2, 30, -1 if x.numel() else 0))
-    torch.testing.assert_close(found, y.mean(0).expand(2, 30, 3), rtol=0, atol=0.1 if kind == "mlp" else 2e-3)
+    predicted = predictor(x.view(2, 30, -1 if x.numel() else 0))
+    torch.testing.assert_close(predicted, y.mean(0).expand(2, 30, 3), rtol=0, atol=0.1 if kind == "mlp" else 2e-3)
 
 
 @settings(deadline=None, max_examples=15)

@@ -39,7 +39,7 @@ def parquet(file, texts, **columns):
 
 
 def slimpajama(folder, test: bool = True):
-    """Write shards with a struct ``meta`` beside the text."""
+    """Write shards with a struct ``meta`` next to the text."""
     rng = random.Random(7)
     for split, shard in [*(("train", shard) for shard in range(3)), *[("test", 0)] * test]:
         texts = [f"{split} {shard} {i} " + text(rng, rng.randrange(1, 60)) for i in range(40)]

@@ -62,8 +62,8 @@ def test_a_config_alone_tells_what_the_loaded_model_does(name, tmp_path):
     assert weight_bytes(model) >= sum(held.values())  # tied ones once, and buffers that are not saved
     assert footprint(laid_out, presets.kivi(block_tokens=16)) == footprint(model, presets.kivi(block_tokens=16))
     assert dynamic_footprint(laid_out) == dynamic_footprint(model)
-    for known in (model, model.config, AutoConfig.from_pretrained(tmp_path).to_dict()):
-        assert weight_bytes(architecture(known, "bfloat16")) < 0.51 * weight_bytes(model)
+    for source in (model, model.config, AutoConfig.from_pretrained(tmp_path).to_dict()):
+        assert weight_bytes(architecture(source, "bfloat16")) < 0.51 * weight_bytes(model)
 
 
 def test_the_baseline_is_dynamic_cache(llama):
@@ -119,19 +119,19 @@ def test_context_and_batch_are_found_as_by_counting(batch, context, spare, name)
         with pytest.raises(DataError, match="does not fit"):
             capacity(MODEL, SMALL[name], memory / GB, batch, context)
         return
-    found = capacity(MODEL, SMALL[name], memory / GB, batch, context)
+    fits = capacity(MODEL, SMALL[name], memory / GB, batch, context)
     totals = ((n, sum(needed.kinds(n, batch).values())) for n in range(1, 100_000))
-    assert found.context == next(n for n, total in totals if total > memory) - 1
+    assert fits.context == next(n for n, total in totals if total > memory) - 1
     peaks = ((n, needed.peak(context, n)) for n in range(1, 100_000))
-    assert found.batch_size == next(n for n, peak in peaks if peak > memory) - 1
-    assert sum(found.kinds.values()) <= memory
+    assert fits.batch_size == next(n for n, peak in peaks if peak > memory) - 1
+    assert sum(fits.kinds.values()) <= memory
 
 
 def test_what_is_reserved_is_not_there_and_the_models_own_limit_is_reported():
     config, state = GPT2Config(n_layer=2, n_positions=256), torch.random.get_rng_state()
-    found = capacity(config, presets.quanto(2), 1, reserve_gb=0.1)
-    assert found.model_limit == 256 and found.dtype == "float16" and found.preset == "quanto"
-    assert found.context == capacity(config, presets.quanto(2), 0.9).context
+    fits = capacity(config, presets.quanto(2), 1, reserve_gb=0.1)
+    assert fits.model_limit == 256 and fits.dtype == "float16" and fits.preset == "quanto"
+    assert fits.context == capacity(config, presets.quanto(2), 0.9).context
     assert capacity(config, presets.vqllm(2, 8, 16), 1).context > 0
     assert torch.equal(torch.random.get_rng_state(), state)  # nothing is drawn from the caller's random numbers
 

@@ -162,17 +162,17 @@ def test_bad_arguments_are_named(small, mini):
         ((*small, [*SUITES, "arc_chalenge"]), UnknownNameError, "'arc_chalenge'. Did you mean 'arc_challenge'"),
         ((*small, "hellaswag", None, 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
     ):
-        with pytest.raises(error, match=message) as found:
+        with pytest.raises(error, match=message) as raised:
             run_tasks(*arguments)
-        assert len(str(found.value)) < 450
+        assert len(str(raised.value)) < 450
     assert len(SUITES["longbench"]) == 14 and len(SUITES["old-leaderboard"]) == 6
 
 
 def test_tasks_command_gives_the_same_rows_each_time(small, tmp_path):
     model, _, fitted = small
     fitted.save_pretrained(tmp_path)
-    found = CliRunner().invoke(app, ["evaluate", model.vqkv_name, str(tmp_path), "-t", "local", "--limit", "1"])
-    rows = json.loads(found.stdout)
+    result = CliRunner().invoke(app, ["evaluate", model.vqkv_name, str(tmp_path), "-t", "local", "--limit", "1"])
+    rows = json.loads(result.stdout)
     assert rows == run_tasks(*load_model(model.vqkv_name), fitted, limit=1)
     assert {row["task"] for row in rows} == LOCAL.keys()
     for row in rows:

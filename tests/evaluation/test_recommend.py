@@ -70,17 +70,17 @@ SMOLLM2 = {
 def test_what_is_scaled_is_what_was_measured():
     """On the model that it is scaled from."""
     tables_of = [recommend(SMOLLM2, context=context).set_index("system")["side_mb"] for context in (8192, 1 << 20)]
-    found = pd.concat(tables_of).groupby("system").first()
+    side_mb = pd.concat(tables_of).groupby("system").first()
     means = tables.stored("11_frontier")[0].groupby(["system", "nominal_bits"])["side_bytes"].mean() / 1e6
     for label, row in (("best-mid 1.8", ("best-mid", 1.8)), ("kvtc 1", ("kvtc 1", 0))):
-        assert found[label] == pytest.approx(means[row], rel=1e-3)
-    assert found["best-long 1.8"] == pytest.approx(means["best-long", 1.8], rel=1e-3)
+        assert side_mb[label] == pytest.approx(means[row], rel=1e-3)
+    assert side_mb["best-long 1.8"] == pytest.approx(means["best-long", 1.8], rel=1e-3)
 
 
 def test_presets_that_cannot_store_a_shape_have_no_row():
     config = {"model_type": "llama", "hidden_size": 144, "num_attention_heads": 3, "num_key_value_heads": 3}  # of 48
-    found = set(recommend(config | {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64})["system"])
-    assert {"quanto 4", "best-long 0.9"} <= found and "vqllm 8x1024" not in found
+    systems = set(recommend(config | {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64})["system"])
+    assert {"quanto 4", "best-long 0.9"} <= systems and "vqllm 8x1024" not in systems
     assert "higgs 2" in set(recommend("google/gemma-7b")["system"])
 
 
@@ -95,7 +95,7 @@ def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
     fits = table["longest"] >= 32768
     assert not table.loc[~fits, "recommended"].any()
     losses = table.loc[fits, "kl"].tolist()
-    beaten = [any(other <= loss for other in losses[:place]) for place, loss in enumerate(losses)]
+    beaten = [any(other <= loss for other in losses[:row]) for row, loss in enumerate(losses)]
     assert table.loc[fits, "recommended"].tolist() == [not each for each in beaten] and not fits.all()
     quick = recommend(LLAMA, context=32768, ms_per_token=3000).set_index("system")
     assert (quick.loc[quick["recommended"], "ms_per_token"] <= 3000).all() and quick.loc["live 3.25", "recommended"]

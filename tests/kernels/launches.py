@@ -83,30 +83,30 @@ for _bits, _rows in ((2, 4), (4, 4), (4, 16), (4, 32), (8, 4)):
 
 def launches(run: Callable[[], object]) -> list[tuple[ASTSource, dict]]:
     """What ``run`` would have Triton compile: sources, with the specializations of a launch, and options."""
-    found = []
+    sources = []
 
     def record(kernel, *args, grid, warmup, **named):
         options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
         signature, constants, aligned = {}, {}, []
         values = dict(zip(kernel.arg_names, args)) | named
-        for place, parameter in enumerate(kernel.params):
+        for index, parameter in enumerate(kernel.params):
             value, kind = values[parameter.name], "constexpr"
             if not parameter.is_constexpr and value is not None and not (isinstance(value, int) and value == 1):
                 tensor = isinstance(value, torch.Tensor)
                 kind = f"*{TYPES[value.dtype]}" if tensor else "fp32" if isinstance(value, float) else "i32"
-                aligned += [(place,)] * (kind != "fp32" and (value.data_ptr() if tensor else value) % 16 == 0)
+                aligned += [(index,)] * (kind != "fp32" and (value.data_ptr() if tensor else value) % 16 == 0)
             else:
                 constants[parameter.name] = value
             signature[parameter.name] = kind
-        attributes = {place: [["tt.divisibility", 16]] for place in aligned}
-        found.append((ASTSource(kernel, signature, constants, attributes), options))
+        attributes = {index: [["tt.divisibility", 16]] for index in aligned}
+        sources.append((ASTSource(kernel, signature, constants, attributes), options))
 
     before, JITFunction.run = JITFunction.run, record
     try:
         run()
     finally:
         JITFunction.run = before
-    return found
+    return sources
 
 
 def compiled(source: ASTSource, options: dict, arch: int) -> dict:
@@ -117,8 +117,8 @@ def compiled(source: ASTSource, options: dict, arch: int) -> dict:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(re.search(rf"{name.upper()[:5]}\w*:(\d+)", usage)[1]) for name in ("reg", "stack")}
-    return found | {"shared": code.metadata.shared}
+    resources = {name: int(re.search(rf"{name.upper()[:5]}\w*:(\d+)", usage)[1]) for name in ("reg", "stack")}
+    return resources | {"shared": code.metadata.shared}
 
 
 if __name__ == "__main__":

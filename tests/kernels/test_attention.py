@@ -16,8 +16,8 @@ from vqkv.kernels.attention import grouped
 def test_the_cpu_reads_piece_by_piece(name, piece, monkeypatch):
     monkeypatch.setattr("vqkv.kernels.attention.cpu.PIECE", piece)
     keys, values = made(name, tokens=130)
-    turn = Rope(rope(keys.shape[3]).inv_freq[: 4 if piece == 1 else None], 3)  # partial rotary, or all of it
-    as_decoded(cpu, gaussian(2, 6, 2, keys.shape[3]), keys, values, turn, 1e-5)
+    rotation = Rope(rope(keys.shape[3]).inv_freq[: 4 if piece == 1 else None], 3)  # partial rotary, or all of it
+    as_decoded(cpu, gaussian(2, 6, 2, keys.shape[3]), keys, values, rotation, 1e-5)
 
 
 SIZES = {"batch": st.integers(1, 2), "heads": st.integers(1, 3), "shared": st.integers(1, 5),
@@ -25,13 +25,13 @@ SIZES = {"batch": st.integers(1, 2), "heads": st.integers(1, 3), "shared": st.in
 
 
 @settings(max_examples=25, deadline=None)
-@given(**SIZES, head_dim=st.sampled_from([4, 6, 16]), turn=st.sampled_from([None, (0, 16), (4, 16), (37, 8)]),
+@given(**SIZES, head_dim=st.sampled_from([4, 6, 16]), rotation=st.sampled_from([None, (0, 16), (4, 16), (37, 8)]),
        sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5), offset=st.booleans())  # fmt: skip
-def test_queries_turned_by_block_on_a_cpu(batch, heads, shared, new_tokens, tokens, head_dim, turn, sizes, offset):
+def test_queries_rotated_by_block_on_a_cpu(batch, heads, shared, new_tokens, tokens, head_dim, rotation, sizes, offset):
     keys, values = (mapped([sizes] * heads, head_dim, offset, tokens, batch, seed) for seed in (1, 5))
-    turn = turn and rope(head_dim, *turn)
-    assert grouped.serves(keys, values, turn)
-    as_decoded(cpu, gaussian(batch, heads * shared, new_tokens, head_dim), keys, values, turn, 2e-5)
+    rotation = rotation and rope(head_dim, *rotation)
+    assert grouped.serves(keys, values, rotation)
+    as_decoded(cpu, gaussian(batch, heads * shared, new_tokens, head_dim), keys, values, rotation, 2e-5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -45,6 +45,6 @@ def test_products_with_affine_codes_on_a_cpu(batch, heads, shared, new_tokens, t
 
 @pytest.mark.parametrize("block", [1, 16])
 def test_a_piece_at_a_time_rotates_as_all_at_once(block):
-    turn, x = rope(4, 5, block), gaussian(1, 2, 40, 4)
-    parts = [turn.rotated(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
-    torch.testing.assert_close(torch.cat(parts, dim=2), turn.rotated(x))
+    rotation, x = rope(4, 5, block), gaussian(1, 2, 40, 4)
+    parts = [rotation.rotated(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
+    torch.testing.assert_close(torch.cat(parts, dim=2), rotation.rotated(x))

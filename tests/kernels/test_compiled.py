@@ -38,8 +38,8 @@ def test_every_thread_does_its_share(monkeypatch, dim):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(cpu.rvq_encode(x, codebooks), expected)
-        found = cpu.decode(Coded(pack_codes(expected, 7)[None, None], codebooks[None], 7, 1))
-        assert torch.equal(found[0, 0], cpu.rvq_decode(expected, codebooks))
+        decoded = cpu.decode(Coded(pack_codes(expected, 7)[None, None], codebooks[None], 7, 1))
+        assert torch.equal(decoded[0, 0], cpu.rvq_decode(expected, codebooks))
         assert torch.equal(cpu.affine_encode(x.view(1, 11, 101, dim), 4, 4).codes, wanted.codes)
         assert torch.equal(cpu.decode(wanted), naive.decode(wanted))
 
@@ -110,11 +110,11 @@ def awkward():
 def test_affine_codes_and_values_are_naive(bits, size, dtype, strided):
     x = awkward()[..., : 64 - 64 % size].to(dtype).nan_to_num(0, 65504, -65504)
     x = x.mT.contiguous().mT if strided else x
-    found, expected = cpu.affine_encode(x, bits, size), naive.affine_encode(x, bits, size)
+    coded, expected = cpu.affine_encode(x, bits, size), naive.affine_encode(x, bits, size)
     for name in ("codes", "low", "high"):
-        assert torch.equal(bits_of(getattr(found, name)), bits_of(getattr(expected, name)))
+        assert torch.equal(bits_of(getattr(coded, name)), bits_of(getattr(expected, name)))
     if x.shape[-1] * bits % 8 == 0:  # else the last byte hides how many channels there are
-        assert torch.equal(bits_of(cpu.decode(found)), bits_of(naive.decode(found)))
+        assert torch.equal(bits_of(cpu.decode(coded)), bits_of(naive.decode(coded)))
 
 
 @st.composite

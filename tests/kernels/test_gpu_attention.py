@@ -10,10 +10,10 @@ from vqkv.kernels import naive
 from vqkv.kernels.attention import triton
 
 
-def assert_same(query, keys, values, turn=None, tolerance=2e-3):
+def assert_same(query, keys, values, rotation=None, tolerance=2e-3):
     """To products of fp16 numbers: 2^-11 of each term."""
-    assert triton.can_decode_attention(query, keys, values, turn)
-    as_decoded(triton, query, keys, values, turn, tolerance)
+    assert triton.can_decode_attention(query, keys, values, rotation)
+    as_decoded(triton, query, keys, values, rotation, tolerance)
 
 
 ROTATED = [
@@ -43,7 +43,7 @@ def test_all_query_heads_and_new_tokens_of_a_kv_head_at_once(name, num_heads, ne
 
 @pytest.mark.parametrize(("name", "tile"), [("int4 128/64", 128), ("live one size", 16)])
 def test_shares_of_the_tokens_are_joined(name, tile, monkeypatch):
-    monkeypatch.setattr(triton, "LEAST_TILES", 1)
+    monkeypatch.setattr(triton, "MIN_TILES", 1)
     monkeypatch.setattr(triton, "PROGRAMS_EACH", 64)
     keys, values = made(name, tokens=5 * tile - 1, batch=1)
     assert triton._shares(keys.codes.device, 3, keys.shape[2], tile)[0] == 5

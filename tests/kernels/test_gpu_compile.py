@@ -15,7 +15,7 @@ KERNELS = {"_encode", "_affine_encode", "_pack", "_unpack", "_coded", "_affine",
 
 
 @pytest.fixture(scope="module")
-def found():
+def launch_rows():
     """Of each architecture, the rows that ``launches.py`` prints."""
     command = [sys.executable, Path(__file__).parent / "launches.py", *map(str, SHARED)]
     done = subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET="0"), capture_output=True, text=True)
@@ -24,8 +24,8 @@ def found():
 
 
 @pytest.mark.parametrize("arch", SHARED)
-def test_machine_code_spills_nothing(found, arch):
-    rows = [one for one in found if one["arch"] == arch]
+def test_machine_code_spills_nothing(launch_rows, arch):
+    rows = [one for one in launch_rows if one["arch"] == arch]
     assert {one["kernel"] for one in rows} == KERNELS
     for one in rows:
         assert one["stack"] == 0 and one["reg"] <= 255 and one["shared"] <= SHARED[arch], one

@@ -15,10 +15,10 @@ FEW = {"tokens": 3, "heads": 2, "batch": 1}
 
 def same(packed: KernelView, relative: float = 1e-6) -> None:
     """To so much of the largest value: sums are in the same order, but products may be fused."""
-    found, wanted = decode(packed), naive.decode(packed)
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    if found.numel():
-        assert (found.double() - wanted.double()).abs().max() <= relative * wanted.double().abs().max()
+    values, wanted = decode(packed), naive.decode(packed)
+    assert values.shape == wanted.shape and values.dtype == wanted.dtype
+    if values.numel():
+        assert (values.double() - wanted.double()).abs().max() <= relative * wanted.double().abs().max()
 
 
 SHAPES = [(4, 32), (1, 80), (5, 16), (3, 32), (64, 2), (1, 4), (4, 20), (3, 10), (4, 3), (7, 5)]  # groups, dim

@@ -25,13 +25,13 @@ def test_streams_are_naive(tokens, request):
     there = code.to(DEVICE)
     words, lengths = rans_encode(x.to(DEVICE), there)
     assert torch.equal(words.cpu(), expected) and torch.equal(lengths.cpu(), sizes)
-    for case, (values, whole) in zip(cases, wanted, strict=True):
-        found, told = rans_decode(*(part.to(DEVICE) for part in case), there, tokens)
-        assert torch.equal(found.cpu(), values) and torch.equal(told.cpu(), whole)
+    for case, (values, valid) in zip(cases, wanted, strict=True):
+        gpu_values, gpu_valid = rans_decode(*(part.to(DEVICE) for part in case), there, tokens)
+        assert torch.equal(gpu_values.cpu(), values) and torch.equal(gpu_valid.cpu(), valid)
 
 
 def test_no_streams():
     code = code_of(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)).to(DEVICE)
     words, lengths = rans_encode(torch.zeros(0, 3, 5, dtype=torch.int32, device=DEVICE), code)
-    values, whole = rans_decode(words, lengths, code, 5)
-    assert values.shape == (0, 5, 3) and not len(words) and not len(whole)
+    values, valid = rans_decode(words, lengths, code, 5)
+    assert values.shape == (0, 5, 3) and not len(words) and not len(valid)

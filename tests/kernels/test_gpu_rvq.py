@@ -9,13 +9,13 @@ from vqkv.kernels.rvq import triton
 
 
 def assert_same(x, codebooks):
-    expected, found = naive.rvq_encode(x, codebooks), triton.rvq_encode(x, codebooks)
-    assert found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
+    expected, codes = naive.rvq_encode(x, codebooks), triton.rvq_encode(x, codebooks)
+    assert codes.dtype == expected.dtype and codes.shape == expected.shape and torch.equal(codes, expected)
 
 
-def assert_as_good(x, codebooks, found, expected, most=1.001):
-    """The squared error of the codes ``found`` is at most that of those expected, but for rounding."""
-    errors = [(x.double() - naive.rvq_decode(codes, codebooks)).square().mean() for codes in (found, expected)]
+def assert_as_good(x, codebooks, chosen, expected, most=1.001):
+    """The squared error of the codes ``chosen`` is at most that of those expected, but for rounding."""
+    errors = [(x.double() - naive.rvq_decode(codes, codebooks)).square().mean() for codes in (chosen, expected)]
     assert errors[0] <= most * errors[1]
 
 
@@ -40,10 +40,10 @@ def test_gaussian_codes_are_nearly_always_naive_and_as_good(magnitude, second):
     differ in magnitude."""
     x, codebooks = gaussian(200, 32) * magnitude, gaussian(2, 64, 32, seed=1) * magnitude
     codebooks[1] *= second
-    expected, found = naive.rvq_encode(x, codebooks), triton.rvq_encode(x, codebooks)
-    assert (expected[:, 0] == found[:, 0]).float().mean() >= 0.99
-    assert_as_good(x, codebooks, found, expected)
-    assert torch.equal(found, triton.rvq_encode(x, codebooks))
+    expected, codes = naive.rvq_encode(x, codebooks), triton.rvq_encode(x, codebooks)
+    assert (expected[:, 0] == codes[:, 0]).float().mean() >= 0.99
+    assert_as_good(x, codebooks, codes, expected)
+    assert torch.equal(codes, triton.rvq_encode(x, codebooks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -26,18 +26,18 @@ def test_packing(bits, request):
         spare = -shape[-1] * bits % 8
         if spare and wanted.numel():
             wanted[..., -1] |= 0xFF << (8 - spare) & 0xFF
-        found = unpack_codes(amid(wanted), bits, shape[-1])
-        assert torch.equal(found.long(), codes)
-        assert found.dtype == cpu.unpack_codes(wanted, bits, shape[-1]).dtype
+        unpacked = unpack_codes(amid(wanted), bits, shape[-1])
+        assert torch.equal(unpacked.long(), codes)
+        assert unpacked.dtype == cpu.unpack_codes(wanted, bits, shape[-1]).dtype
 
 
 def same_affine(x: torch.Tensor, group_size: int) -> None:
     for bits in (2, 4, 8):
         assert can_affine_encode(x, bits, group_size)
-        found, wanted = affine_encode(x, bits, group_size), naive.affine_encode(x, bits, group_size)
+        coded, wanted = affine_encode(x, bits, group_size), naive.affine_encode(x, bits, group_size)
         for name in ("codes", "low", "high"):
-            assert torch.equal(getattr(found, name), getattr(wanted, name))
-        assert found.shape == wanted.shape and found.group_size == group_size
+            assert torch.equal(getattr(coded, name), getattr(wanted, name))
+        assert coded.shape == wanted.shape and coded.group_size == group_size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

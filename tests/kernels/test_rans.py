@@ -53,8 +53,8 @@ def test_streams_are_naive_and_lossless(channels, tokens, streams, shifted, far,
     expected, sizes = naive.rans_encode(x, code)
     assert torch.equal(words, expected) and torch.equal(lengths, sizes)
     for module in (cpu, naive):
-        values, whole = module.rans_decode(words, lengths, code, tokens)
-        assert torch.equal(values.mT, x) and whole.all()
+        values, valid = module.rans_decode(words, lengths, code, tokens)
+        assert torch.equal(values.mT, x) and valid.all()
 
 
 @pytest.mark.parametrize("sigma", SIGMAS[:-1])
@@ -78,7 +78,7 @@ def test_no_longer_than_constriction_by_a_fiftieth_of_a_bit(sigma):
 
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(["cut", "extended", "altered", "lengths", "noise"]))
-def test_damaged_streams_are_told_by_their_ends_and_never_crash(seed, kind):
+def test_damaged_streams_are_recognized_by_their_ends_and_never_crash(seed, kind):
     rng = np.random.default_rng(seed)
     tables, shifts = torch.arange(12) % len(SIGMAS), torch.arange(12) % 3 * (torch.arange(12) % 2)
     code, x = code_of(tables, shifts), drawn(tables, shifts, 3, 33, seed)
@@ -94,7 +94,7 @@ def test_damaged_streams_are_told_by_their_ends_and_never_crash(seed, kind):
         lengths = lengths + torch.tensor([1, -1, 0])
     else:
         words = torch.from_numpy(rng.integers(-(2**15), 2**15, len(words)).astype(np.int16))
-    values, whole = cpu.rans_decode(words, lengths, code, 33)
+    values, valid = cpu.rans_decode(words, lengths, code, 33)
     assert values.shape == (3, 33, 12)
-    assert torch.equal(values[whole].mT, x[whole])
-    assert not whole.all() or kind == "altered"  # a bit of the zeros that fill a unit is no value's
+    assert torch.equal(values[valid].mT, x[valid])
+    assert not valid.all() or kind == "altered"  # a bit of the zeros that fill a unit is no value's

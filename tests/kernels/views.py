@@ -104,10 +104,10 @@ def rope(head_dim: int, start: int = 0, block: int = 1) -> Rope:
     return Rope(1e4 ** (-torch.arange(head_dim // 2, device=DEVICE) / (head_dim // 2)), start, block)
 
 
-def as_decoded(twin, query, keys, values, turn, tolerance):
+def as_decoded(twin, query, keys, values, rotation, tolerance):
     """``twin`` attends to packed tokens as the naive one to decoded ones."""
-    out, total = twin.decode_attention(amid(query), all_amid(keys), all_amid(values), SCALING, turn)
-    expected, expected_total = naive.decode_attention(query, keys, values, SCALING, turn)
+    out, total = twin.decode_attention(amid(query), all_amid(keys), all_amid(values), SCALING, rotation)
+    expected, expected_total = naive.decode_attention(query, keys, values, SCALING, rotation)
     assert out.shape == expected.shape and out.dtype == torch.float32 and total.shape == expected_total.shape
     assert (out - expected).norm() <= tolerance * expected.norm()
     torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=2 * tolerance)

@@ -37,7 +37,7 @@ def projected(model, tokens):
     return tuple([made[role, layer] for layer in range(model.config.num_hidden_layers)] for role in (0, 1))
 
 
-def test_keys_turned_back_are_those_that_the_projections_made(model):
+def test_keys_rotated_back_are_those_that_the_projections_made(model):
     tokens = torch.randint(0, 4096, (3, 37), generator=torch.Generator().manual_seed(1))
     before, values = capture(model, tokens, batch_size=2)
     after, cached_values = capture(model, tokens, batch_size=2, pre_rope=False)
@@ -91,7 +91,7 @@ def test_only_learned_positions_limit_the_length():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [1, 3])  # layers of 3
 def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
-    """As of Qwen2.5: beside one channel 500 times as large all others seem to stand still."""
+    """As of Qwen2.5: next to one channel 500 times as large all others seem to stand still."""
     model, tokens = small_models.load("qwen2", tmp_path).to(dtype), torch.arange(100)[None]
     expected, _ = projected(model, tokens)
     with torch.no_grad():
@@ -101,8 +101,8 @@ def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
     for keys, wanted, rotation in zip(capture(model, tokens)[0], expected, rotations(model), strict=True):
         assert rotation.half_split and len(rotation.first) == 16
         missed = (keys - wanted).float().square().mean(dim=(0, 1, 2)) / wanted.float().square().mean(dim=(0, 1, 2))
-        beside = [channel for channel in range(32) if channel not in (5, 21)]  # what turns with it is lost in its error
-        assert missed[beside].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2
+        others = [channel for channel in range(32) if channel not in (5, 21)]  # what rotates with it is lost in it
+        assert missed[others].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2
 
 
 def test_models_that_cannot_be_loaded(llama_folder, tmp_path):

@@ -40,12 +40,12 @@ def cross(design, bits):
 
 def described(preset) -> str:
     """What it stores how, whatever it is called."""
-    found = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
-    return re.sub(r"Preset\(.*?\)(?=, kind)|0x\w+", "", repr(found))
+    parts = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
+    return re.sub(r"Preset\(.*?\)(?=, kind)|0x\w+", "", repr(parts))
 
 
 def mean_bits(compressor):
-    """Nominal bits, mean over places."""
+    """Nominal bits, mean over layers and roles."""
     quantizers = [codec.quantizer for pair in compressor.codecs for codec in pair]
     bits = [q.bits if hasattr(q, "bits") else q.num_quantizers * q.code_bits / q.group_size for q in quantizers]
     return sum(bits) / len(bits), len(set(bits))
@@ -154,13 +154,13 @@ def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, h
     searched = pd.read_csv(repository_root() / "results/11_rule.csv")
     names = [BEST[name].replace("trellis", "uniform") for name in (light, heavy)]
     shape = Shape(num_layers=30, num_kv_heads=3, head_dim=64)  # SmolLM2-135M's
-    found = pays_from(searched, *names, shape.values) / shape.width
-    assert len(found) == 2 and found.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()
+    thresholds = pays_from(searched, *names, shape.values) / shape.width
+    assert len(thresholds) == 2 and thresholds.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()
 
 
 def test_best_falls_back_where_predictions_do_not_pay(llama):
     """Few tokens: it says so, and stores what the design for short contexts stores."""
     with pytest.warns(UserWarning, match="does not pay after calibration on"):
-        found = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1 << 20, block_tokens=4), progress=False)
+        compressor = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1 << 20, block_tokens=4), progress=False)
     expected = calibrate(llama, TOKENS[:, :20], presets.best(1.0, 1, block_tokens=4), progress=False)
-    assert not found.predictions and found.side_bytes == expected.side_bytes
+    assert not compressor.predictions and compressor.side_bytes == expected.side_bytes

@@ -49,7 +49,7 @@ def test_attention_metrics_are_those_of_the_queries_that_the_model_reads_with(mo
     with torch.no_grad():
         watched(tokens)
     before = model.config._attn_implementation
-    found = attention_metrics(model, tokens)
+    metrics = attention_metrics(model, tokens)
     assert model.config._attn_implementation == before
     for layer, (queries, keys, values) in seen.items():
         share = queries.shape[1] // keys.shape[1]
@@ -59,8 +59,8 @@ def test_attention_metrics_are_those_of_the_queries_that_the_model_reads_with(mo
             k, v = (x[:, head].reshape(-1, x.shape[-1]) for x in (keys, values))
             weights = torch.stack([key @ moment @ key for key in k])
             weighted = sum(w * torch.outer(x, x) for w, x in zip(weights / weights.mean(), v, strict=True)) / len(v)
-            torch.testing.assert_close(found["key", layer][head], moment.float(), rtol=1e-3, atol=1e-5)
-            torch.testing.assert_close(found["value", layer][head], weighted.float(), rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(metrics["key", layer][head], moment.float(), rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(metrics["value", layer][head], weighted.float(), rtol=1e-3, atol=1e-5)
 
 
 def test_oscar_is_rotation_clip_and_two_bits():

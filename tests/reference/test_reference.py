@@ -52,8 +52,8 @@ def test_training_that_was_killed_goes_on_and_its_release_loads(data, monkeypatc
     """In steps of 128 tokens."""
     monkeypatch.setattr(train, "SHAPES", [(0, [(2, 64)])])
     monkeypatch.setattr(train, "abilities", lambda *args, **kw: {"recall": 0.5})
-    whole = train.trainer("gpt2-mini", data, 4 * 128)
-    whole.train()
+    uninterrupted = train.trainer("gpt2-mini", data, 4 * 128)
+    uninterrupted.train()
     shutil.rmtree(data / "gpt2-mini")
     first, again = (train.trainer("gpt2-mini", data, 4 * 128) for _ in range(2))
     first.add_callback(Killed())
@@ -61,7 +61,7 @@ def test_training_that_was_killed_goes_on_and_its_release_loads(data, monkeypatc
         first.train()
     again.train(resume_from_checkpoint=get_last_checkpoint(data / "gpt2-mini"))
     assert again.state.global_step == 4
-    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+    for one, other in zip(uninterrupted.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
     train.release(again, tmp_path / "out", again.eval_dataset)
     model, _ = vqkv.load_model(str(tmp_path / "out"))

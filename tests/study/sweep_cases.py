@@ -35,8 +35,8 @@ def mark(folder, name):
 
 
 def marks(folder, name) -> int:
-    found = path(folder, name)
-    return len(found.read_text()) if found.exists() else 0
+    file = path(folder, name)
+    return len(file.read_text()) if file.exists() else 0
 
 
 def path(folder, name) -> Path:

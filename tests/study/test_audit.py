@@ -37,16 +37,16 @@ def test_the_committed_rows_come_out_again():
 
 @given(RULES, CASES)
 def test_a_row_shows_the_case_that_agrees_least(rule, cases):
-    found = row(CLAIM | {"rule": rule}, cases, {})
-    shown = found["published"], found["recomputed"]
+    audited = row(CLAIM | {"rule": rule}, cases, {})
+    shown = audited["published"], audited["recomputed"]
     assert shown in cases and agrees(rule, *shown) == all(agrees(rule, *case) for case in cases)
     agree = sum(agrees(rule, *case) for case in cases)
-    assert found["verdict"] == {0: DOES_NOT, len(cases): HOLDS}.get(agree, IN_PART)
-    assert (found["agree"], found["of"]) == (agree, len(cases))
+    assert audited["verdict"] == {0: DOES_NOT, len(cases): HOLDS}.get(agree, IN_PART)
+    assert (audited["agree"], audited["of"]) == (agree, len(cases))
 
 
 @pytest.mark.parametrize(
-    ("rule", "said", "found", "holds"),
+    ("rule", "published", "recomputed", "holds"),
     [
         ("", 482, 601, False), ("", 3.05, 3.25, False), ("", 2.02, 2.0156, True), ("", 49, 48.75, True),
         ("", 1, 0.66, False), ("", 5, 5.24, False), ("about", 5, 5.24, True), ("about", 63, 55.2, False),
@@ -54,8 +54,8 @@ def test_a_row_shows_the_case_that_agrees_least(rule, cases):
         ("above: 1", 9.8, 1.5, True), ("below: 1", 1, 0.82, True),
     ],
 )  # fmt: skip
-def test_one_rule(rule, said, found, holds):
-    assert agrees(rule, said, found) == holds
+def test_one_rule(rule, published, recomputed, holds):
+    assert agrees(rule, published, recomputed) == holds
 
 
 def test_every_published_figure_is_counted_once():

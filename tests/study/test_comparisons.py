@@ -44,9 +44,9 @@ ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
 
 
 def row(label, bits, kl, side_bytes=0, predicted=False):
-    found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
-    found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
-    return found | {name: bits_with_side(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
+    about = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
+    about |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
+    return about | {name: bits_with_side(about, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
 
 
 PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
@@ -63,9 +63,9 @@ PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.
 )
 def test_predictors_pay_where_their_bytes_equal_the_bits_they_save(bits, kl, plain_bits, saved):
     aqua = row("aqua", bits, kl, side_bytes=1000, predicted=True)
-    found = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
-    assert found["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
-    assert 8 * 1000 / (found["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
+    compared_row = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
+    assert compared_row["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
+    assert 8 * 1000 / (compared_row["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
 
 
 SOURCE = re.compile(r"corpus .+ (?P<split>\w+) \d+x\d+ seed \d+")
@@ -100,11 +100,11 @@ def compared():
 
 def test_at_equal_bits_says_who_is_better_where_the_interval_does():
     table = compared()
-    found = at_equal_bits(table, ["worse", "alike", "better", "few"], ["mine", "absent"], "bits").set_index("system")
-    assert found["better"].to_dict() == {"worse": "ours", "alike": "neither", "better": "theirs", "few": "no rate"}
-    assert found.loc["worse", "our_kl"] == pytest.approx((0.01 + 0.03) / 2)  # between 0.1 and 0.001, 0.3 and 0.003
-    assert found.loc["better", "our_kl"] == pytest.approx(0.002)  # its most bits
-    assert found.loc["alike", "low"] < 1 < found.loc["alike", "high"]
+    rows = at_equal_bits(table, ["worse", "alike", "better", "few"], ["mine", "absent"], "bits").set_index("system")
+    assert rows["better"].to_dict() == {"worse": "ours", "alike": "neither", "better": "theirs", "few": "no rate"}
+    assert rows.loc["worse", "our_kl"] == pytest.approx((0.01 + 0.03) / 2)  # between 0.1 and 0.001, 0.3 and 0.003
+    assert rows.loc["better", "our_kl"] == pytest.approx(0.002)  # its most bits
+    assert rows.loc["alike", "low"] < 1 < rows.loc["alike", "high"]
 
 
 def test_windows_are_paired_by_seed_and_broken_ones_count_as_lost():
@@ -136,34 +136,34 @@ CURVE = [("best-long", b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**
 
 def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
     seen = by_rule(table(*CURVE), ["128k"], 192)
-    found = share_of_bits(seen, "128k")
-    assert found["lowest"] == pytest.approx(0.5) == found["highest"]
-    assert found["lowest_low"] == pytest.approx(0.5) == found["highest_high"]  # windows are as far apart for both
+    shares = share_of_bits(seen, "128k")
+    assert shares["lowest"] == pytest.approx(0.5) == shares["highest"]
+    assert shares["lowest_low"] == pytest.approx(0.5) == shares["highest_high"]  # windows are as far apart for both
     assert np.isnan(share_of_bits(seen, "128k", most=1)["lowest"])
     single = share_of_bits(seen.assign(kl_each=seen["kl_mean"]), "128k")  # one window: a number, once read from a file
     assert single["lowest"] == pytest.approx(0.5)
     assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
     broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
-    assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == found
+    assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == shares
 
 
 def test_side_information_pays_from_where_the_bits_that_it_saves_outweigh_it():
     rows = table(
         ("best-short", 1, 2, 0.1), ("best-short", 2, 4, 0.001), ("best-mid", 1, 1, 0.2), ("best-mid", 2, 2, 0.01)
     )
-    found = pays_from(rows, "best-short", "best-mid", 1000)
+    thresholds = pays_from(rows, "best-short", "best-mid", 1000)
     at = 1 + np.log(0.2 / 0.1) / np.log(0.2 / 0.01)
-    assert found.index.tolist() == [1] and found.item() == pytest.approx(8e6 / 1000 / (2 - at))
+    assert thresholds.index.tolist() == [1] and thresholds.item() == pytest.approx(8e6 / 1000 / (2 - at))
 
 
 def test_break_even_is_where_both_files_are_ready_at_once():
     rows = [(FP16, 8e6, 10.0), ("small", 1e6, 45.0), ("small and fast", 1e6, 9.0)]
     times = pd.DataFrame(rows, columns=["system", "file_bytes", "ready_ms"]).assign(model="m", tokens=9, again_ms=90.0)
-    found = break_even(times).set_index("system")
-    speed = found.loc["small", "bandwidth"] * 1e6  # bytes a second
+    ready = break_even(times).set_index("system")
+    speed = ready.loc["small", "bandwidth"] * 1e6  # bytes a second
     assert 8e6 / speed + 0.010 == pytest.approx(1e6 / speed + 0.045)
-    assert found.loc["small", ["smaller", "faster"]].tolist() == [8, 2]
-    assert math.isinf(found.loc["small and fast", "bandwidth"])
+    assert ready.loc["small", ["smaller", "faster"]].tolist() == [8, 2]
+    assert math.isinf(ready.loc["small and fast", "bandwidth"])
 
 
 def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monkeypatch):
@@ -194,7 +194,7 @@ def test_other_calibrations_are_paired_window_by_window():
     table = pd.DataFrame(ROWS, columns=names).assign(model="m", nominal_bits=0)
     kl = table["kl_each"].str.split().map(lambda each: sum(map(float, each)) / len(each) if each else float("nan"))
     against = against_own(table.assign(kl_mean=kl), train_seqs=4)
-    found = against.set_index(["system", "train_corpus", "train_seqs", "test_corpus"])[["ratio", "low", "high"]]
-    assert found.loc["a", "y", 4, "x"].tolist() == [2, 2, 2]  # every window's is 2
-    assert found.loc["a", "x", 4, "y"].tolist() == pytest.approx([3.25, 2, 4])
-    assert found.loc["b", "x", 1, "x"].isna().all() and against["more_bits"].tolist()[:2] == [1, 1]
+    ratios = against.set_index(["system", "train_corpus", "train_seqs", "test_corpus"])[["ratio", "low", "high"]]
+    assert ratios.loc["a", "y", 4, "x"].tolist() == [2, 2, 2]  # every window's is 2
+    assert ratios.loc["a", "x", 4, "y"].tolist() == pytest.approx([3.25, 2, 4])
+    assert ratios.loc["b", "x", 1, "x"].isna().all() and against["more_bits"].tolist()[:2] == [1, 1]

@@ -122,15 +122,15 @@ def test_every_preset_evicts_once_before_packing_and_counts_what_is_kept(llama, 
     tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
     compressor = calibrate(llama, tokens, SMALL[name], progress=False)
     cache, full = H2O(compressor, 0.75, 0.1).new_cache(llama), compressor.new_cache(llama)
-    logits, whole_logits = (run(llama, c, tokens, (200, 1, 1, 18)) for c in (cache, full))
-    report, whole = cache.report(), full.report()
+    logits, full_logits = (run(llama, c, tokens, (200, 1, 1, 18)) for c in (cache, full))
+    report, plain = cache.report(), full.report()
     assert sum(cache.layers[2].stores[0].parts) == 150 + 20 and report.seq_len == 220
-    assert report.packed_values > 0 and report.cache_bytes < whole.cache_bytes
+    assert report.packed_values > 0 and report.cache_bytes < plain.cache_bytes
     assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
-    assert report.values == whole.values and report.ratio == report.values * 2 / report.cache_bytes
+    assert report.values == plain.values and report.ratio == report.values * 2 / report.cache_bytes
     if name == "vqllm":  # of which no tokens wait
-        assert report.packed_values == report.values * 170 // 220 and report.bits_per_value == whole.bits_per_value
-    assert (logits - whole_logits)[:, 200:].abs().max() < 10 * whole_logits.std()
+        assert report.packed_values == report.values * 170 // 220 and report.bits_per_value == plain.bits_per_value
+    assert (logits - full_logits)[:, 200:].abs().max() < 10 * full_logits.std()
 
 
 def test_snapkv_keeps_what_the_last_queries_see_and_these(model):

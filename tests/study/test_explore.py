@@ -44,9 +44,9 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(system, s
     tokens = subject.tokenizer(views._text(subject, [0, 140]), return_tensors="pt").input_ids
     table = explore.stages([system], subject, [0, 140], layer=2, head=1, token=70).set_index("stage")
     compressor = views.fitted(system, subject)
-    known = compressor.new_pass()
+    reconstructions = compressor.new_pass()
     pairs = zip(*subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope))
-    keys = [(pair[0], compressor.reconstruct(layer, *pair, known)[0]) for layer, pair in enumerate(pairs)]
+    keys = [(pair[0], compressor.reconstruct(layer, *pair, reconstructions)[0]) for layer, pair in enumerate(pairs)]
     key, read_back = (x[0, 1, 70] for x in keys[2])
     shown = [("as it comes", "value", key), ("read back", "value", read_back), ("read back", "original", key)]
     for name, column, expected in shown:

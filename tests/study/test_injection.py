@@ -26,8 +26,8 @@ def factors(model, seed: int, most: float) -> torch.Tensor:
     layers, generator = kv_layers(model), torch.Generator().manual_seed(seed)
     shape = (len(layers), *layers[0].shape[:2])
     x = most ** (2 * torch.rand(shape, generator=generator) - 1) * torch.randn(shape, generator=generator).sign()
-    for turn, layer in zip(rotations(model), x, strict=True):
-        layer[:, turn.second] = layer[:, turn.first]
+    for rotation, layer in zip(rotations(model), x, strict=True):
+        layer[:, rotation.second] = layer[:, rotation.first]
     return x
 
 
@@ -50,7 +50,7 @@ def test_outputs_stay_and_caches_are_scaled_as_asked(model, seed, most, roles):
         for i, (before, after) in enumerate(zip(x, y, strict=True)):
             wanted = before * given_to[name][i][:, None] if name in given_to else before
             missed = (after - wanted).abs().amax(dim=(0, 2)) / wanted.abs().amax(dim=(0, 2)).clamp_min(1e-3)
-            assert missed.max() < 1e-3  # beside an outlier the other channels of a turned key round a little
+            assert missed.max() < 1e-3  # next to an outlier other channels of a rotated key round a little
 
 
 def test_a_bias_that_attention_does_not_see(model):

@@ -47,8 +47,8 @@ def test_one_cell_of_literal_parameters(path):
     cells = [cell for cell in code(read(path)) if "parameters" in cell.metadata.get("tags", [])]
     assert len(cells) == 1
     # papermill reads the cell line by line: what it finds must be what Python finds
-    found = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cells[0].source).body}
-    assert notebook_parameters(path) == found
+    parameters = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cells[0].source).body}
+    assert notebook_parameters(path) == parameters
     assert is_tagged(path, "reads-tables") == path.name.startswith(("00", "12", "15"))
     assert is_tagged(path, "takes-times") == path.name.startswith(("08", "09", "13"))
 

@@ -23,8 +23,8 @@ def pages():
 @pytest.mark.parametrize("name", [*NAMES, "smoke", "quick"])
 def test_every_entry_is_a_parameter_of_the_right_type(name, pages):
     study, settings = Study(profile=name), load_profile(name)
-    known = pages | {"*": {parameter for page in pages.values() for parameter in page}}
-    assert all(set(entries) <= set(known[page]) for page, entries in settings.items())
+    parameters = pages | {"*": {parameter for page in pages.values() for parameter in page}}
+    assert all(set(entries) <= set(parameters[page]) for page, entries in settings.items())
     for path, injected in study.injected.items() if name in NAMES else ():
         corpus, timed = injected.get("corpus", "pg19"), path.stem[:2] in ("08", "09")
         assert {of_split(corpus, split) for split in SPLITS} <= set(HUB_CORPORA)

@@ -56,7 +56,7 @@ def code_bits(backend, nbits, rows, group_size):
     st.integers(0, 4),
 )
 def test_the_report_is_the_sum_worked_out_by_hand(which, dtype, group_size, batch, heads, packed, window):
-    """Every group has two numbers in the model's dtype beside its codes, so 4 bits weigh 5 in fp32 and 4.5 in fp16."""
+    """Every group has two numbers in the model's dtype with its codes, so 4 bits weigh 5 in fp32 and 4.5 in fp16."""
     cache = TransformersQuantized(*which, q_group_size=group_size).new_cache(ONE_LAYER)
     for length in [packed] + [1] * window:
         cache.update(states(batch, heads, length, 64, dtype=dtype), states(batch, heads, length, 64, dtype=dtype), 0)

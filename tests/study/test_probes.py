@@ -35,7 +35,7 @@ def evr(model, train, test, *wanted, strength=TINY, **settings):
     chosen = [Probe(*names) for names in wanted]
     sums = [probe_sums(model, x, chosen, **settings) for x in (train, test)]
     rows = [explained_variance(*sums, [probe], len(kv_sources(model)), strength) for probe in chosen]
-    return [{row["layer"]: row["evr"] for row in found} for found in rows]
+    return [{row["layer"]: row["evr"] for row in layers} for layers in rows]
 
 
 def by_hand(model, x, names, layer, skip, reach):
@@ -43,9 +43,9 @@ def by_hand(model, x, names, layer, skip, reach):
     captured = dict(zip("KV", capture(model, x), strict=True))
     columns = []
     for name in names.split("+"):
-        place, _, lag = name.partition("@T-")
-        start, back = skip + reach - int(lag or 0), int(place[2:] or 0)
-        flat = captured[place[0]][layer - back].transpose(1, 2).flatten(2).double()
+        source, _, lag = name.partition("@T-")
+        start, back = skip + reach - int(lag or 0), int(source[2:] or 0)
+        flat = captured[source[0]][layer - back].transpose(1, 2).flatten(2).double()
         columns.append(flat[:, start : start + x.shape[1] - skip - reach].flatten(0, 1))
     return torch.cat(columns, dim=1)
 
@@ -58,9 +58,9 @@ def test_equals_least_squares_on_the_features_themselves(target, sources):
         return
     train, test = tokens(40), tokens(9, seed=1)
     reach = max([int(part[-1]) for part in sources.split("+") if "@" in part], default=0)
-    (found,) = evr(model(), train, test, (target, sources), skip=2, batch_size=7)
-    assert list(found) == ([0, 1, 2] if sources == "K@T-1" else [2] if "K-2" in sources else [1, 2])
-    for layer, value in found.items():
+    (by_layer,) = evr(model(), train, test, (target, sources), skip=2, batch_size=7)
+    assert list(by_layer) == ([0, 1, 2] if sources == "K@T-1" else [2] if "K-2" in sources else [1, 2])
+    for layer, value in by_layer.items():
         x, y, test_x, test_y = (
             by_hand(model(), ids, what, layer, 2, reach)
             for ids, what in ((train, sources), (train, target), (test, sources), (test, target))
@@ -74,9 +74,9 @@ def test_nothing_predicts_shuffled_targets():
     """Least squares of p features on n samples without a relation loses p / (n - p) of the variance on others."""
     train, test = tokens(60), tokens(30, seed=1)
     names = ("K~shuffled", "K-1"), ("V~shuffled", "V-1+K")
-    found = evr(model(), train, test, *names, forms={"shuffled": shuffled(0)})
+    by_probe = evr(model(), train, test, *names, forms={"shuffled": shuffled(0)})
     n = 60 * 20
-    for width, layers in zip((64, 128), found, strict=True):
+    for width, layers in zip((64, 128), by_probe, strict=True):
         for value in layers.values():
             assert -2 * width / (n - width) < value < 0
     plain = evr(model(), train, test, ("K", "K-1"))

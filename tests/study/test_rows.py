@@ -90,14 +90,14 @@ def test_where_phenomena_are_put(monkeypatch):
     """Outliers in pairs of each head's own, one loud head in each layer, a bias where RoPE rotates least."""
     monkeypatch.setattr(sys.modules[injected.__module__], "inject", lambda model, **asked: asked)
     keys, other = (outlier_channels(each, 30.0)["keys"] for each in (SUBJECT, SUBJECT.changed(seed=1)))
-    turn = rotations(SUBJECT.model)[0]
-    assert torch.equal(keys[..., turn.first], keys[..., turn.second]) and not torch.equal(keys, other)
+    rotation = rotations(SUBJECT.model)[0]
+    assert torch.equal(keys[..., rotation.first], keys[..., rotation.second]) and not torch.equal(keys, other)
     assert ((keys == 30.0).sum(dim=-1) == 2 * PAIRS).all() and ((keys == 30.0) | (keys == 1.0)).all()
     factors = loud_heads(SUBJECT, 10.0)
     loud = factors["keys"][:, :, 0] == 10.0
     assert torch.equal(factors["keys"], factors["values"]) and (loud.sum(dim=1) == 1).all() and loud.any(dim=0).all()
     bias = key_bias(SUBJECT, 100.0)["key_bias"]
-    assert (bias.sum(dim=-1) == 100.0).all() and bias[0, 0].argmax() == turn.first[turn.angle.argmin()]
+    assert (bias.sum(dim=-1) == 100.0).all() and bias[0, 0].argmax() == rotation.first[rotation.angle.argmin()]
 
 
 @torch.no_grad()

@@ -29,36 +29,36 @@ def small_probes():
 
 
 @pytest.fixture(scope="module")
-def whole(small_probes):
+def speed(small_probes):
     return experiments.kernel_speed(operations=[], **SETTINGS)
 
 
-def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
-    assert not whole.duplicated(["operation", "format", "implementation", "shape", "dtype"]).any()
-    assert set(whole["operation"]) == {"roofline", *speed_bench.OPERATIONS}
-    timed = whole[whole["operation"] != "roofline"]
+def test_one_tidy_row_per_operation_format_implementation_and_shape(speed):
+    assert not speed.duplicated(["operation", "format", "implementation", "shape", "dtype"]).any()
+    assert set(speed["operation"]) == {"roofline", *speed_bench.OPERATIONS}
+    timed = speed[speed["operation"] != "roofline"]
     assert (timed["min"] <= timed["median"]).all() and (timed["median"] <= timed["max"]).all()
     assert (timed["repetitions"] >= 2).all() and (timed["bound_ms"] > 0).all()
-    assert set(whole["shape"][whole["operation"] == "rvq_encode"]) == {
+    assert set(speed["shape"][speed["operation"] == "rvq_encode"]) == {
         "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
     }  # fmt: skip
 
 
-def test_peers_solve_the_same_problem(whole):
-    found = {operation: set(rows["implementation"]) for operation, rows in whole.groupby("operation")}
-    assert found["rvq_encode"] >= {"vector-quantize-pytorch", "faiss beam 1", "plain torch"}
-    assert found["rvq_encode_beam4"] >= {"faiss beam 4"} and found["product_encode"] >= {"faiss"}
-    assert found["affine_encode"] >= {"quanto", "hqq", "plain torch"} <= found["affine_decode"]
-    assert found["decode_attention"] >= {stored.SDPA, stored.DECODED}
-    for operation, names in found.items():
+def test_peers_solve_the_same_problem(speed):
+    implementations = {operation: set(rows["implementation"]) for operation, rows in speed.groupby("operation")}
+    assert implementations["rvq_encode"] >= {"vector-quantize-pytorch", "faiss beam 1", "plain torch"}
+    assert implementations["rvq_encode_beam4"] >= {"faiss beam 4"} and implementations["product_encode"] >= {"faiss"}
+    assert implementations["affine_encode"] >= {"quanto", "hqq", "plain torch"} <= implementations["affine_decode"]
+    assert implementations["decode_attention"] >= {stored.SDPA, stored.DECODED}
+    for operation, names in implementations.items():
         ours = [name for name in names if name.startswith("vqkv (")]
         assert len(ours) == (operation != "roofline"), operation
-    codes = whole[whole["equal"].notna() & ~whole["operation"].isin(["rvq_encode_beam4", "grid_encode"])]
+    codes = speed[speed["equal"].notna() & ~speed["operation"].isin(["rvq_encode_beam4", "grid_encode"])]
     assert (codes["equal"] == 1).all(), codes[codes["equal"] < 1]
-    assert whole["equal"].min() > 0.9  # cdist of pairs rounds, and beams keep other candidates where scores nearly tie
-    values = whole[whole["error"].notna() & ~whole["operation"].str.startswith("affine")]
+    assert speed["equal"].min() > 0.9  # cdist of pairs rounds, and beams keep other candidates where scores nearly tie
+    values = speed[speed["error"].notna() & ~speed["operation"].str.startswith("affine")]
     assert values["error"].max() < 5e-3  # fp16 attention
-    lossy = whole[whole["operation"].isin(["affine_encode", "affine_decode"])].groupby("format")["error"]
+    lossy = speed[speed["operation"].isin(["affine_encode", "affine_decode"])].groupby("format")["error"]
     assert lossy.max()["int8"] < 0.02 < lossy.max()["int4"] < 0.2 < lossy.min()["int2"] < 0.5
 
 
@@ -68,9 +68,9 @@ def test_what_is_not_installed_is_named_and_left_out(monkeypatch):
     with pytest.warns(UserWarning) as warned:
         table = experiments.kernel_speed(operations=["rvq_decode", "affine_decode"], **SETTINGS)
     assert set(table[table["operation"] != "roofline"]["implementation"].str[:5]) == {"vqkv ", "plain"}
-    told = {str(each.message) for each in warned}
+    messages = {str(each.message) for each in warned}
     for name in ("faiss", "hqq", "quanto", "vector-quantize-pytorch"):
-        assert any(text.startswith(f"{name} is not timed: ModuleNotFoundError") for text in told), name
+        assert any(text.startswith(f"{name} is not timed: ModuleNotFoundError") for text in messages), name
 
 
 def test_work_counted_by_hand():

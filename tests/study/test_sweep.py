@@ -25,7 +25,7 @@ def steer(monkeypatch, out, **how):
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    """The folder for results; beside it marks."""
+    """The folder for results; next to it marks."""
     steer(monkeypatch, tmp_path / "out")
     return tmp_path / "out"
 
@@ -53,10 +53,10 @@ def half_done(out, error=UnknownNameError, message=WORDS, why="fail", **more):
 
 def finish(out, **more) -> list[int]:
     """Run to the end; returns how often each case was computed, the unfinished run's calls included."""
-    found = table(out.parent, **more)
+    computed = table(out.parent, **more)
     calls = [cases.marks(out.parent, x) for x in range(5)]
     rows = [row for x in range(5) for row in cases.cube.row(x, out.parent)]
-    assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
+    assert computed.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
     assert not list(out.glob("results/.rows"))
     return calls
 
@@ -180,14 +180,14 @@ def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeyp
     record = {"function": "sweep_cases.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
     monkeypatch.setattr(reproduce, "known", lambda name: cases.cube(folder=str(tmp_path)))
-    found = reproduce.again("toy", seed=0)
-    assert found["case"].startswith("cube, case ") and found["difference"] == 0
+    case = reproduce.again("toy", seed=0)
+    assert case["case"].startswith("cube, case ") and case["difference"] == 0
     assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1
 
 
 def test_a_table_that_fails_is_named_and_none_is_begun_when_time_is_over(monkeypatch):
     record = reproduce.provenance("14_stages") | {"function": "vqkv.study.experiments.nothing"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
-    found = reproduce.again("14_stages", seed=0)
-    assert "AttributeError" in found["case"] and found["difference"] == math.inf
+    case = reproduce.again("14_stages", seed=0)
+    assert "AttributeError" in case["case"] and case["difference"] == math.inf
     assert reproduce.again("14_stages", seed=0, until=0)["case"] == "not reached"

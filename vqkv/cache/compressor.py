@@ -19,7 +19,15 @@ from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictive import ROLES, JointCodec, Place, Prediction, PredictiveCodec, Reconstructions, last_readers
+from vqkv.codecs.predictive import (
+    ROLES,
+    JointCodec,
+    LayerRole,
+    Prediction,
+    PredictiveCodec,
+    Reconstructions,
+    last_readers,
+)
 from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
@@ -50,7 +58,7 @@ class Compressor:
         settings: CacheSettings,
         model: dict,
         notes: dict | None = None,
-        predictions: dict[Place, Prediction] | None = None,
+        predictions: dict[LayerRole, Prediction] | None = None,
     ):
         self.name, self.codecs, self.settings, self.model = name, codecs, settings, model
         self.notes, self.predictions = notes or {}, predictions or {}
@@ -206,8 +214,8 @@ class Compressor:
             "settings": {FILED.get(name, name): value for name, value in asdict(self.settings).items()},
             "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
             "predictions": [
-                {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}
-                for place, prediction in sorted(self.predictions.items(), key=lambda item: item[0][::-1])
+                {"place": layer_role, "sources": prediction.sources, "predictor": prediction.predictor.config()}
+                for layer_role, prediction in sorted(self.predictions.items(), key=lambda item: item[0][::-1])
             ],
         }
 

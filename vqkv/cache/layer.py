@@ -10,7 +10,7 @@ from vqkv.cache.groups import Group, Pair
 from vqkv.cache.packed_attention import packed_states
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import Sequences, TokenStore, quantize_together
-from vqkv.codecs.predictive import Place, PredictiveCodec, Reconstructions
+from vqkv.codecs.predictive import LayerRole, PredictiveCodec, Reconstructions
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.rope import Rotation
@@ -31,7 +31,7 @@ class Batch:
     settings: LiveSettings
     rotations: list[Rotation | None]
     reaches: list[int | None]
-    last_readers: dict[Place, Place]
+    last_readers: dict[LayerRole, LayerRole]
     decoded_tokens: int
     groups: list[Group] = field(default_factory=list)
     slots: int = 0

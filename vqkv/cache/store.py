@@ -149,7 +149,7 @@ class TokenStore:
         try:
             self._write(states.detach())  # a stored graph would hold every activation
         except DataError as error:
-            role, layer = self.coder.place
+            role, layer = self.coder.layer_role
             raise DataError(f"the {role}s of layer {layer} cannot be cached: {error}") from error
 
     def _write(self, states: Tensor) -> None:
@@ -169,8 +169,8 @@ class TokenStore:
             self.window = states
             return
         old = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized)
-        codec, known = self.coder.codec, self.sequences.fresh
-        self._quantized(codec.encode(old) if known is None else self.coder.encode(old, known), states[:, :, count:])
+        codec, fresh = self.coder.codec, self.sequences.fresh
+        self._quantized(codec.encode(old) if fresh is None else self.coder.encode(old, fresh), states[:, :, count:])
 
     def _to_quantize(self, waiting: int) -> int:
         """Count the oldest of ``waiting`` tokens that are to be quantized: complete blocks beyond the recent window."""

@@ -14,7 +14,7 @@ from vqkv.calibration.captured import CapturedTokens
 from vqkv.calibration.damage_warning import warn_if_damaged
 from vqkv.calibration.layer_fit import LayerFit, ModelTrial
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictive import Place, Prediction
+from vqkv.codecs.predictive import LayerRole, Prediction
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.capture import capture, check_tokens
@@ -56,7 +56,7 @@ def calibrate(
     preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
-    predictions: dict[Place, Prediction] = {}
+    predictions: dict[LayerRole, Prediction] = {}
     codecs = preset.key_codec(None), preset.value_codec(None)
     one_pass = preset.plan is None and all(codec.passes == 1 and not codec.weighted for codec in codecs)
     if captured is not None:

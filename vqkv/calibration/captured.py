@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vqkv.calibration.error_costs import FISHER_SEQS, FISHER_TOKENS, fisher_metrics
-from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.load import describe
@@ -58,7 +58,7 @@ class CapturedTokens(TensorFolder):
         self.tokens, self.batch_size, self.pre_rope = tokens.clone(), batch_size, pre_rope
         self.about, batches = describe(model), tokens.split(batch_size)
         self.num_batches = len(batches)
-        self._metrics: dict[str, dict[Place, Tensor]] = {}
+        self._metrics: dict[str, dict[LayerRole, Tensor]] = {}
         try:
             for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
                 for role, layers in zip(ROLES, capture(model, batch, None, pre_rope), strict=True):
@@ -72,7 +72,7 @@ class CapturedTokens(TensorFolder):
         """Read one layer and role, always in the same order: (batch_size, num_kv_heads, seq_len, head_dim)."""
         return (self.get(role, layer, number, device) for number in range(self.num_batches))
 
-    def metrics(self, model, costs: str = "loss") -> dict[Place, Tensor]:
+    def metrics(self, model, costs: str = "loss") -> dict[LayerRole, Tensor]:
         """Compute once what errors cost to the ``loss`` (``fisher_metrics``) or in ``attention``
         (``attention_metrics``); ``model``: the one that these tokens were captured from."""
         if costs not in self._metrics:

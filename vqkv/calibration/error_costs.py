@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.layers import InterceptingCache, kv_layers
@@ -17,7 +17,7 @@ FISHER_SEQS, FISHER_TOKENS = 8, 512  # of a sequence: a backward pass keeps all 
 COST_TOKENS = 1024  # of a sequence that errors are measured on
 
 
-def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
+def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[LayerRole, Tensor]:
     """Compute the Fisher information of a model's predictions about a head's key (before RoPE, or after) or value, by
     role and layer: fp32 (num_kv_heads, head_dim, head_dim). An error e costs about e' F e / 2 nats of KL.
 
@@ -27,11 +27,11 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
     """
     rotated = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
     tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]
-    sums: dict[Place, Tensor] = {}
+    sums: dict[LayerRole, Tensor] = {}
     generator = torch.Generator(model.device).manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
         for sequence in tokens.clone().split(1):
-            added: dict[Place, Tensor] = {}  # zeros that gradients are taken for
+            added: dict[LayerRole, Tensor] = {}  # zeros that gradients are taken for
 
             def perturb(layer, keys, values, added=added):
                 for role, x in zip(ROLES, (keys, values), strict=True):
@@ -60,7 +60,7 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
 
 
 @torch.no_grad()
-def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor]) -> dict[Place, Tensor]:
+def cost_curves(model, compressor, tokens: Tensor, metrics: dict[LayerRole, Tensor]) -> dict[LayerRole, Tensor]:
     """Estimate, by role and layer, float64 (n, 2): bits a value, and the KL in nats that its error costs on the first
     ``COST_TOKENS`` of each of ``tokens`` (num_seqs, seq_len).
 
@@ -79,7 +79,7 @@ def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor])
         vectors = codec.vectors(residual)
         curve = codec.quantizer.rates(vectors)
         squared = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
-        weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[coder.place].to(error), error)
+        weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[coder.layer_role].to(error), error)
         cost = weighted.double().mean().item() / 2
-        curves[coder.place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
+        curves[coder.layer_role] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
     return curves

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import InterceptingCache, kv_layers
@@ -139,44 +139,46 @@ class StraightThrough:
 
     def __init__(self, model, pairs: list[tuple[Codec, Codec]], settings: CacheSettings):
         self.model, self.settings = model, settings
-        self.codecs: dict[Place, Codec] = {
+        self.codecs: dict[LayerRole, Codec] = {
             (role, layer): codec for layer, pair in enumerate(pairs) for role, codec in zip(ROLES, pair, strict=True)
         }
         self.rotations = rotations(model, settings.pre_rope) if settings.pre_rope else None
-        self.passes: list[dict[Place, Tensor]] = []  # exact keys and values since the last learning step
+        self.passes: list[dict[LayerRole, Tensor]] = []  # exact keys and values since the last learning step
 
     def start(self, tokens: Tensor, batch_size: int) -> None:
         """Initialize codecs that learn by tokens (num_seqs, seq_len), ``batch_size`` sequences at a time."""
-        if learning := [role_layer for role_layer, codec in self.codecs.items() if not codec.ready]:
+        if learning := [layer_role for layer_role, codec in self.codecs.items() if not codec.ready]:
             captured = dict(zip(ROLES, capture(self.model, tokens, batch_size, self.settings.pre_rope), strict=True))
             for role, layer in learning:
                 self.codecs[role, layer].partial_fit(captured[role][layer])
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Compute the logits of tokens (batch, seq_len), and keep exact keys and values for ``learn``."""
-        exact: dict[Place, Tensor] = {}
+        exact: dict[LayerRole, Tensor] = {}
         self.passes.append(exact)
         cache = InterceptingCache(self.model, partial(self._read, exact))
         return self.model(tokens.to(self.model.device), past_key_values=cache, use_cache=True).logits
 
     def learn(self) -> None:
         """Make one learning step of every codec that learns, on all that was read since the last one."""
-        for role_layer, codec in self.codecs.items():
+        for layer_role, codec in self.codecs.items():
             if codec.learns and not codec.ready:
-                codec.partial_fit(torch.cat([exact[role_layer] for exact in self.passes]))
+                codec.partial_fit(torch.cat([exact[layer_role] for exact in self.passes]))
         self.passes.clear()
 
-    def _read(self, exact: dict[Place, Tensor], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, exact: dict[LayerRole, Tensor], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         keys = self._through(exact, ("key", layer), keys, self.rotations[layer] if self.rotations else None)
         return keys, self._through(exact, ("value", layer), values, None)
 
-    def _through(self, exact: dict[Place, Tensor], role_layer: Place, x: Tensor, rotation: Rotation | None) -> Tensor:
-        if role_layer not in self.codecs:
+    def _through(
+        self, exact: dict[LayerRole, Tensor], layer_role: LayerRole, x: Tensor, rotation: Rotation | None
+    ) -> Tensor:
+        if layer_role not in self.codecs:
             return x
         with torch.no_grad():
             stored = x.detach() if rotation is None else rotation.rotated(x.detach().float(), back=True).to(x)
-            exact[role_layer] = stored
-            read = self.codecs[role_layer].quantize_dequantize(stored)
+            exact[layer_role] = stored
+            read = self.codecs[layer_role].quantize_dequantize(stored)
             read[:, :, : self.settings.sink_tokens] = stored[:, :, : self.settings.sink_tokens]
             read = read if rotation is None else rotation.rotated(read.float())
         return (x.float() + (read - x.float()).detach()).to(x.dtype)

@@ -14,7 +14,7 @@ from vqkv.calibration.captured import CapturedTokens, TensorFolder
 from vqkv.calibration.cross_fit import CrossFit, cross_fit, folds_of
 from vqkv.calibration.error_costs import cost_curves
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_readers, side_by_side
+from vqkv.codecs.predictive import ROLES, LayerRole, Prediction, inputs, last_readers, side_by_side
 from vqkv.codecs.predictor_kinds import Linear
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import describe
@@ -45,7 +45,7 @@ class ModelTrial:
         total = sum((x.double().sum(0) for x in self.captured.batches(role, layer)), torch.zeros(()))
         return total.flatten() / len(self.captured.tokens)
 
-    def cost_curves(self, preset, plan: Plan) -> dict[Place, Tensor]:
+    def cost_curves(self, preset, plan: Plan) -> dict[LayerRole, Tensor]:
         """Compute ``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
         compressor, metrics = self._compressor(plan, preset.sink_tokens), self.captured.metrics(self.model)
         return cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], metrics)
@@ -75,8 +75,8 @@ class LayerFit:
     def __init__(self, model, captured: CapturedTokens, plan: Plan, sink_tokens: int):
         self.captured, self.sink_tokens, self.device = captured, sink_tokens, model.device
         self.plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in ROLES}
-        self.codecs: dict[Place, Codec] = {}
-        self.predictions: dict[Place, Prediction] = {}
+        self.codecs: dict[LayerRole, Codec] = {}
+        self.predictions: dict[LayerRole, Prediction] = {}
         for (role, layer), each in self.plans.items():
             codec = each.make_codec(captured.about["shapes"][layer][1 + ROLES.index(role)])
             if codec.weighted:
@@ -91,7 +91,7 @@ class LayerFit:
         self.last_reader = last_readers(learning)
         self.block = math.lcm(*(codec.block_tokens for codec in self.codecs.values())) if learning else 1
 
-    def run(self, title: str | None = None) -> tuple[list[tuple[Codec, Codec]], dict[Place, Prediction]]:
+    def run(self, title: str | None = None) -> tuple[list[tuple[Codec, Codec]], dict[LayerRole, Prediction]]:
         """Fit layer by layer, keys before values. Returns (key codec, value codec) of every layer, and the predictions.
         ``title``: of the progress bar, if there is to be one."""
         with TensorFolder() as self.restored, full_precision(self.device):
@@ -150,7 +150,7 @@ class LayerFit:
     def _folds(self, number: int, x: Tensor) -> Tensor:
         return folds_of(number, len(x), x.shape[2], len(self.captured.tokens)).to(x.device)
 
-    def _batches(self, role: str, layer: int, sources: tuple[Place, ...]):
+    def _batches(self, role: str, layer: int, sources: tuple[LayerRole, ...]):
         """Yield number, fp32 keys or values (of all layers stored together) and restored sources of each batch."""
         layers = range(layer, layer + self.plans[role, layer].layers)
         for number, parts in enumerate(zip(*(self.captured.batches(role, each, self.device) for each in layers))):

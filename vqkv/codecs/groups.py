@@ -21,7 +21,7 @@ from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  # components of a group of one byte: 8 bits a value down to half a bit
 CODES = 256
 SAMPLES = 1 << 16  # groups that a codebook is learned from
-LEAST = 1e-6  # of the root mean square of all components
+MIN_STD = 1e-6  # of the root mean square of all components
 
 UNIT = 16  # components of the smallest deflated group
 UNITS = (1, 4, 16, 64)  # of a deflated group
@@ -73,7 +73,7 @@ class ByteGroups(Quantizer):
         if self.sizes is not None:
             return
         variance = _variance(x)
-        least = LEAST * variance.mean().sqrt().clamp_min(LEAST)
+        least = MIN_STD * variance.mean().sqrt().clamp_min(MIN_STD)
         self.scale = variance.sqrt().clamp(least, FP16_MAX).half().clamp_min(2.0**-24).to(x.device)  # fp16's least
         sizes = [_sizes(each, self.codes_per_row) for each in variance.numpy()]
         self.sizes = torch.tensor(sizes, dtype=torch.uint8, device=x.device)

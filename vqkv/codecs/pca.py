@@ -13,7 +13,7 @@ from vqkv.kernels.precision import by_rows
 
 ROWS = 4096  # tokens whose products are summed in fp32
 MANY = 1024  # channels, from which on components in fp64 take twice as long and gain nothing
-LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
+MIN_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class PCA(Stage):
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
         values, vectors = torch.linalg.eigh(self.metric.to(device).double())
         values = values / values.mean() if values.mean() > 0 else torch.ones_like(values)
-        return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+        return vectors @ values.clamp_min(MIN_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
     def _of_rows(self, blocks: Tensor) -> Tensor:
         """Turn matrices of heads (num_kv_heads, head_dim, head_dim) into those of rows: one, if heads are merged."""

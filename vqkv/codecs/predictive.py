@@ -15,7 +15,7 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictor_kinds import Predictor, Slice
 
 ROLES = ("key", "value")
-Place = tuple[str, int]  # ("key" or "value", layer)
+LayerRole = tuple[str, int]  # ("key" or "value", layer)
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def inputs(reconstructions: Mapping[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
+def inputs(reconstructions: Mapping[LayerRole, Tensor], sources: Iterable[LayerRole], like: Tensor) -> Tensor:
     """Put the sources' heads side by side, a predictor's input: (batch, seq_len, in_features) in float32."""
     none = like.new_empty(like.shape[0], like.shape[2], 0, dtype=torch.float32)
     parts = [side_by_side(reconstructions[source]).to(like.device).float() for source in sources]
@@ -35,9 +35,9 @@ class Prediction:
     """A fitted predictor, and by layer and role the ``sources`` that it reads; none of them for a constant."""
 
     predictor: Predictor
-    sources: tuple[Place, ...]
+    sources: tuple[LayerRole, ...]
 
-    def __call__(self, reconstructions: Mapping[Place, Any], like: Tensor) -> Tensor:
+    def __call__(self, reconstructions: Mapping[LayerRole, Any], like: Tensor) -> Tensor:
         """Predict values of ``like``'s shape, float32, from ``reconstructions`` of the sources."""
         if isinstance(self.predictor, Slice) and callable(read := reconstructions[self.sources[0]]):
             first = self.predictor.start // like.shape[3]
@@ -46,7 +46,7 @@ class Prediction:
         return self.predictor(rows).unflatten(-1, (like.shape[1], like.shape[3])).transpose(1, 2)
 
 
-def last_readers(predictions: Mapping[Place, Prediction]) -> dict[Place, Place]:
+def last_readers(predictions: Mapping[LayerRole, Prediction]) -> dict[LayerRole, LayerRole]:
     """Map each source of a prediction to the last one that reads it (layers in order, keys before values)."""
     order = sorted(predictions, key=lambda reader: (reader[1], ROLES.index(reader[0])))
     return {source: reader for reader in order for source in predictions[reader].sources}
@@ -55,16 +55,16 @@ def last_readers(predictions: Mapping[Place, Prediction]) -> dict[Place, Place]:
 class Reconstructions(dict):
     """Reconstructions by role and layer while one pass goes through the layers, until their last reader has run."""
 
-    def __init__(self, last_reader: dict[Place, Place] | None = None):
+    def __init__(self, last_reader: dict[LayerRole, LayerRole] | None = None):
         super().__init__()
         self.last_reader = last_reader or {}
 
-    def learn(self, place: Place, reconstruct: Callable[[], Any]) -> None:
-        """Keep ``reconstruct()`` for later readers, if there are any; forget what ``place`` was the last to read."""
-        for done in [source for source in self if self.last_reader.get(source) == place]:
+    def learn(self, layer_role: LayerRole, reconstruct: Callable[[], Any]) -> None:
+        """Keep ``reconstruct()`` for later readers, if there are any; forget what ``layer_role`` was last to read."""
+        for done in [source for source in self if self.last_reader.get(source) == layer_role]:
             del self[done]
-        if place in self.last_reader:
-            self[place] = reconstruct()
+        if layer_role in self.last_reader:
+            self[layer_role] = reconstruct()
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class PredictiveCodec:
     """Keys or values of one layer, as stored (batch, num_kv_heads, seq_len, head_dim), -> payload -> back."""
 
     codec: Codec
-    place: Place
+    layer_role: LayerRole
     prediction: Prediction | None = None
 
     @property
@@ -83,21 +83,21 @@ class PredictiveCodec:
         """Store only the residual of the prediction (algorithm 2). Raises what ``Codec.encode`` does."""
         predicted = self._predicted(x, reconstructions)
         payload = self.codec.encode(x if predicted is None else x.float() - predicted)
-        reconstructions.learn(self.place, lambda: _sum(self.codec.decode(payload), predicted))
+        reconstructions.learn(self.layer_role, lambda: _sum(self.codec.decode(payload), predicted))
         return payload
 
     def through(self, x: Tensor, reconstructions: Reconstructions) -> Tensor:
         """Read back ``x`` as if it had been stored, float32."""
         predicted = self._predicted(x, reconstructions)
         restored = _sum(self.codec.quantize_dequantize(x if predicted is None else x.float() - predicted), predicted)
-        reconstructions.learn(self.place, lambda: restored)
+        reconstructions.learn(self.layer_role, lambda: restored)
         return restored
 
     def decode(self, payload: Payload, reconstructions: Reconstructions) -> Tensor:
         """Add what the ``reconstructions`` predict to what is stored (algorithm 3); float32."""
         x = self.codec.decode(payload)
         restored = _sum(x, self._predicted(x, reconstructions))
-        reconstructions.learn(self.place, lambda: restored)
+        reconstructions.learn(self.layer_role, lambda: restored)
         return restored
 
     def _predicted(self, like: Tensor, reconstructions: Reconstructions) -> Tensor | None:
@@ -117,5 +117,5 @@ class JointCodec(PredictiveCodec):
 
     def decode(self, payload: Payload, reconstructions: Reconstructions) -> Tensor:
         read = self.codec.reader(payload)
-        reconstructions.learn(self.place, lambda: read)
+        reconstructions.learn(self.layer_role, lambda: read)
         return read(0, self.heads)

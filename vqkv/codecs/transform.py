@@ -14,7 +14,7 @@ from vqkv.kernels.precision import product
 from vqkv.runtime.checks import MAX_SEED
 
 BLOCK = 128  # the largest Hadamard matrix that is multiplied at once
-LEAST = 8  # smaller groups would spend more on their scales than on their values
+MIN_BLOCK = 8  # smaller groups would spend more on their scales than on their values
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Grouping(Stage):
         if self.shrink == "power of two":
             admitted = [size for size in admitted if not size & (size - 1)]
         else:
-            least = min(LEAST, channels, self.group_size) if self.shrink else self.group_size
+            least = min(MIN_BLOCK, channels, self.group_size) if self.shrink else self.group_size
             admitted = [size for size in admitted if size >= least]
         if not admitted:
             raise DataError(
@@ -87,7 +87,7 @@ class Hadamard(Stage):
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         size = shape[-1] & -shape[-1]
         self.matrix = _hadamard(min(size, BLOCK))
-        if size < shape[-1] and (self.whole or size < LEAST):
+        if size < shape[-1] and (self.whole or size < MIN_BLOCK):
             self.matrix, size = orthogonal(shape[-1]), shape[-1]
         self.outer = _hadamard(max(1, size // len(self.matrix)))
         return shape

@@ -61,8 +61,8 @@ def facts_batch(tokenizer, num_facts: int, text: Tensor, text_len: int, seed: in
 def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int]]:
     """Tokens of one conversation, and the number of the question that each is part of the answer to."""
     stems = [
-        STEMS[i % len(STEMS)].format(place=place)
-        for i, place in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
+        STEMS[i % len(STEMS)].format(place=town)
+        for i, town in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
     ]
     numbers = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in stems]
     asked = rng.sample(range(count), count)

@@ -1,5 +1,5 @@
 """Machine code for loops that torch would need several passes over memory for: numba compiles it at first use, and
-keeps it on disk beside the source or for the user (``NUMBA_CACHE_DIR``)."""
+keeps it on disk next to the source or for the user (``NUMBA_CACHE_DIR``)."""
 
 import os
 from collections.abc import Callable

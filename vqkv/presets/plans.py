@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.exact import Nothing
-from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.codecs.predictor_kinds import Copy, Slice, make_predictor
 from vqkv.errors import DataError
 from vqkv.presets.preset import LayerPlan, Preset, RolePlan
@@ -18,7 +18,7 @@ from vqkv.presets.preset import LayerPlan, Preset, RolePlan
 SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
 SYMBOLS = {"K": "key", "V": "value"}
 NOT_PREDICTED, CONSTANT = "none", "mean"
-LEAST = 0.05  # bits of a layer
+MIN_BITS = 0.05  # bits of a layer
 STEPS = (0.5, 1.0, 1.5)  # of the first, second and last third of the layers, relative to each other
 
 
@@ -120,7 +120,7 @@ class Graded(LayerPlan):
 
     def arrange(self, preset: Preset, trial) -> list[dict[str, RolePlan]]:
         less = [math.log2(STEPS[3 * layer // trial.num_layers]) for layer in range(trial.num_layers)]
-        bits = [max(LEAST, self.bits - each + sum(less) / len(less)) for each in less]
+        bits = [max(MIN_BITS, self.bits - each + sum(less) / len(less)) for each in less]
         plans = super().arrange(preset, trial)
         return [{role: _with_bits(plan, b) for role, plan in roles.items()} for roles, b in zip(plans, bits)]
 
@@ -163,7 +163,7 @@ def _with_bits(plan: RolePlan, bits: float) -> RolePlan:
     return dataclasses.replace(plan, make_codec=make_codec)
 
 
-def allocate(curves: dict[Place, Tensor], budget: float) -> dict[Place, float]:
+def allocate(curves: dict[LayerRole, Tensor], budget: float) -> dict[LayerRole, float]:
     """Split bits among layers and roles: of each one's points (n, 2) of bits and cost, choose those that keep the sum
     of costs lowest with a mean of at most ``budget`` bits (Lagrange multipliers on the curves' convex hulls; Shoham &
     Gersho 1988). Raises ``DataError`` if even the fewest bits are too many, and for costs that are no numbers."""
@@ -174,7 +174,7 @@ def allocate(curves: dict[Place, Tensor], budget: float) -> dict[Place, float]:
     if least > budget:
         raise DataError(f"{budget:g} bits a value, but {least:g} is the least that these codecs take: allow more")
 
-    def choose(price: float) -> dict[Place, float]:
+    def choose(price: float) -> dict[LayerRole, float]:
         return {at: curve[(curve[:, 1] + price * curve[:, 0]).argmin(), 0].item() for at, curve in curves.items()}
 
     low, high = -60.0, 60.0  # of the price's logarithm; the highest buys the fewest bits

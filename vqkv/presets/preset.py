@@ -9,7 +9,7 @@ from functools import partial, wraps
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Chain, Codec
-from vqkv.codecs.predictive import Place
+from vqkv.codecs.predictive import LayerRole
 from vqkv.codecs.predictor_kinds import Predictor
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
@@ -23,7 +23,7 @@ class RolePlan:
 
     make_codec: Callable[..., Codec]
     predictor: Predictor | None = None
-    sources: tuple[Place, ...] = ()
+    sources: tuple[LayerRole, ...] = ()
     cross_fitted: bool = False
     layers: int = 1
 

@@ -13,13 +13,13 @@ from vqkv.kernels.machine import compiled, index, spread
 from vqkv.kernels.view import Grouped, Rope
 
 TILE = 16  # tokens at a time
-LEAST_BLOCK = 8  # tokens for which a query is mapped again; for fewer it is cheaper to decode keys
+MIN_BLOCK = 8  # tokens for which a query is mapped again; for fewer it is cheaper to decode keys
 COST = 16  # additions that a byte is worth
 
 
 def serves(keys, values, rope: Rope | None) -> bool:
     """Tell whether these are such components, of keys that rotate in blocks or not at all."""
-    rotates_in_blocks = rope is None or (rope.block >= LEAST_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
+    rotates_in_blocks = rope is None or (rope.block >= MIN_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
     return rotates_in_blocks and all(isinstance(x, Grouped) and x.matrix is not None for x in (keys, values))
 
 

@@ -15,7 +15,7 @@ from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Rope
 
 MAX_ROWS = 32  # query heads of a KV head times new tokens: sums for 64 leave the tile no registers
 PROGRAMS_EACH = 4  # programs for each multiprocessor, if there are tokens enough
-LEAST_TILES = 2  # tiles of a share, at least
+MIN_TILES = 2  # tiles of a share, at least
 LONG_HEAD = 128  # channels: of longer heads, half as many tokens a tile
 ROTATED = (
     16  # tokens of ``Grouped`` that are rotated as one, as ``presets.live`` asks for and ``tl.dot`` wants at least
@@ -51,7 +51,7 @@ def _shares(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[
     tiles = -(-seq_len // tile)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     wanted = max(1, processors * PROGRAMS_EACH // heads)
-    per_split = max(LEAST_TILES, -(-tiles // wanted))
+    per_split = max(MIN_TILES, -(-tiles // wanted))
     return -(-tiles // per_split), per_split * tile
 
 

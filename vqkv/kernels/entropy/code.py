@@ -28,7 +28,7 @@ HALF = 12  # bits of half of an escaped value
 OFFSET = 1 << (2 * HALF - 1)  # added to an escaped value: it lies from -2^23 to 2^23 - 1
 ESCAPE, ESCAPED = -(1 << 31), 1 << 15  # as a table's value, and the bit that marks its slots
 WIDTHS = ((8, 1, 3973), (4, 2, 3482), (2, 7, 2048))  # of units: largest size of a value, least frequency of zeros
-MOST_ESCAPES = 5  # for each value of a unit: an escape of frequency p wastes p log2(1/p) bits, here up to 0.01 a value
+MAX_ESCAPES = 5  # for each value of a unit: an escape of frequency p wastes p log2(1/p) bits, here up to 0.01 a value
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor,
     for number, (each, low) in enumerate(zip(frequencies, least)):
         zeros = int(each[-low]) if 0 <= -low < len(each) - 1 else 0
         made = (_Table.of_units(each, low, width, most) for width, most, least_zeros in WIDTHS if zeros >= least_zeros)
-        chosen = next((table for table in made if table.escapes <= MOST_ESCAPES * table.width), singles[number])
+        chosen = next((table for table in made if table.escapes <= MAX_ESCAPES * table.width), singles[number])
         widths.append(chosen.width)
         if chosen.width > 1:
             units[number] = chosen

@@ -13,7 +13,7 @@ COST = 16  # additions that a value is worth
 TILE = 16  # channels that are decoded before they are written out, a cache line of every token
 WORD, TABLE_BITS, HALF_BITS = np.uint32(16), np.uint32(BITS), np.uint32(HALF)
 MASK, HALF_MASK = np.uint32((1 << BITS) - 1), np.uint32((1 << HALF) - 1)
-LEAST = np.uint32(LOW)
+MIN_STATE = np.uint32(LOW)
 RAW = 1 << 16  # an interval of frequency 1: bits as they are
 _used = threading.local()
 
@@ -76,7 +76,7 @@ def _encode(start, stop, values, starts, channels, tables, intervals, buffers, l
     draws = np.empty(5 * (tokens + 8 * LANES), np.int64)
     for stream in range(start, stop):
         buffer, position = buffers[stream], buffers.shape[1]
-        states[:] = LEAST
+        states[:] = MIN_STATE
         states[0] = starts[stream]
         for channel in range(channels.shape[0] - 1, -1, -1):
             row, (table, unit, _, shift) = values[stream, channel], channels[channel]
@@ -173,7 +173,7 @@ def _list_draws(row, about, tables, intervals, parts, apart, draws):
 @compiled(inline=True)
 def _refill(x, words, position, end):
     """The next word, if state x needs it; zeros behind the end."""
-    if x < LEAST:
+    if x < MIN_STATE:
         x = x << WORD | np.uint32(words[index(position)] if position < end else 0)
         position += 1
     return x, position
@@ -183,7 +183,7 @@ def _refill(x, words, position, end):
 def _next(x, words, position):
     """``_refill`` where there are words, without a branch: which state needs one cannot be foreseen."""
     more = np.uint32(x << WORD | np.uint32(words[index(position)]))
-    needs = x < LEAST
+    needs = x < MIN_STATE
     return (more if needs else x), position + needs
 
 
@@ -297,18 +297,18 @@ def _fast(row, width, shift, first, units, base, slots, states, positions, words
     i, j = positions[0], positions[1]
     last, half = len(words) - 8, index(len(tiles) // 2)
     while first + 4 <= units and i <= last and j <= last:
-        next_left, found, next_i = _four(left, slots, base, words, i)
+        next_left, values, next_i = _four(left, slots, base, words, i)
         next_right, others, next_j = _four(right, slots, base, words, j)
-        if (found[0] | found[1] | found[2] | found[3] | others[0] | others[1] | others[2] | others[3]) & ESCAPED:
+        if (values[0] | values[1] | values[2] | values[3] | others[0] | others[1] | others[2] | others[3]) & ESCAPED:
             break
         left, right, i, j = next_left, next_right, next_i, next_j
         at = index(row + first * width)
         if shift == 0:
-            _write(found, width, tiles, at)
+            _write(values, width, tiles, at)
             _write(others, width, tiles, half + at)
         else:
             left, lows, i = _low4(left, shift, words, i)
-            _join(found, lows, shift, tiles, at)
+            _join(values, lows, shift, tiles, at)
             right, lows, j = _low4(right, shift, words, j)
             _join(others, lows, shift, tiles, half + at)
         first += 4
@@ -368,5 +368,5 @@ def _decode(start, stop, words, ends, channels, slots, out, final):
         for k in range(2):
             good = positions[k] == ends[pair[k]]
             for lane in range(1, LANES):
-                good &= states[k * LANES + lane] == LEAST
+                good &= states[k * LANES + lane] == MIN_STATE
             final[pair[k]] = np.int32(states[k * LANES]) if good else 0

@@ -2,7 +2,7 @@
 
 A stage's nearest code is found in two steps. Tensor cores score fp16 copies of all codes (half the squared norm minus
 the dot product), and of every ``FOLD`` neighbouring codes only the smallest score is kept: one minimum a score; an
-index kept beside it costs two instructions more. Then the codes of the best such group are compared in fp32.
+index kept with it costs two instructions more. Then the codes of the best such group are compared in fp32.
 """
 
 import math

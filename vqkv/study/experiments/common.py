@@ -11,7 +11,7 @@ import torch
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
-from vqkv.codecs.predictive import ROLES, Place, side_by_side
+from vqkv.codecs.predictive import ROLES, LayerRole, side_by_side
 from vqkv.data.facts import FactsBatch, all_right, facts_batch
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.models.load import values_per_token
@@ -111,7 +111,7 @@ def tokens_kept_exact(compressor) -> float:
     return settings.sink_tokens + settings.recent_window + (block - 1) / 2
 
 
-def explained_by_layer(subject: Subject, compressor, tokens: torch.Tensor) -> dict[Place, float]:
+def explained_by_layer(subject: Subject, compressor, tokens: torch.Tensor) -> dict[LayerRole, float]:
     """EVR of the keys and the values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
     known, ratios, pre_rope = compressor.new_pass(), {}, compressor.settings.pre_rope
     for layer, pair in enumerate(zip(*subject.exact.keys_and_values(tokens, pre_rope), strict=True)):
