@@ -112,8 +112,8 @@ class MeasuringTrainer(Trainer):
 
     def evaluate(self, *args, **kwargs) -> dict:
         self.model.eval()
-        self.log(found := abilities(self.model, self.processing_class, self.eval_dataset, windows=32))
-        return found
+        self.log(metrics := abilities(self.model, self.processing_class, self.eval_dataset, windows=32))
+        return metrics
 
 
 def trainer(name: str, folder: Path, total: int) -> MeasuringTrainer:
@@ -158,9 +158,9 @@ def release(done: MeasuringTrainer, out: Path, test: TokenStream) -> None:
     model.load_state_dict(done.model.state_dict())
     model.save_pretrained(out)
     done.processing_class.save_pretrained(out)
-    found = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
+    metrics = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
     where = processor() if done.args.use_cpu else torch.cuda.get_device_name()
-    log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": found}
+    log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": metrics}
     (out / "training.json").write_text(json.dumps(log | {"log": done.state.log_history}))
 
 

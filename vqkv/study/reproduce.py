@@ -63,8 +63,8 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
             return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
-        found = _relative(same[numbers].astype(float), row[numbers].astype(float))
-        nearest = found.iloc[int(found.max(axis=1).argmin())]
+        differences = _relative(same[numbers].astype(float), row[numbers].astype(float))
+        nearest = differences.iloc[int(differences.max(axis=1).argmin())]
         if nearest.max() > worst["difference"]:
             worst = {"difference": nearest.max(), "column": nearest.idxmax()}
     return worst
@@ -94,25 +94,25 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
-    found = []
+    differences = []
     for record in tqdm(records, "reproduce", unit="table"):
         row = again(record["name"], seed, until)
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
-        found.append(row["difference"])
-    reached = [each for each in found if not math.isnan(each)]
+        differences.append(row["difference"])
+    reached = [each for each in differences if not math.isnan(each)]
     typer.echo(f"{sum(each < SIX_DIGITS for each in reached)} of {len(reached)} tables give the same six digits again")
-    typer.echo(f"{len(found) - len(reached)} tables were not reached" * (len(found) > len(reached)))
+    typer.echo(f"{len(differences) - len(reached)} tables were not reached" * (len(differences) > len(reached)))
     raise typer.Exit(1 if any(each > SPREAD for each in reached) else 0)
 
 
 def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seconds=0.0, device: str = "") -> str:
     if math.isnan(difference):
         return case
-    found = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
+    verdict = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
     if SIX_DIGITS <= difference < math.inf:
-        found = "differs" if difference <= SPREAD else "FAILS: differs"
-        found += f" by up to {100 * difference:.2g}% ({column}; stored: {device})"
-    return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
+        verdict = "differs" if difference <= SPREAD else "FAILS: differs"
+        verdict += f" by up to {100 * difference:.2g}% ({column}; stored: {device})"
+    return f"{verdict}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
 
 
 if __name__ == "__main__":

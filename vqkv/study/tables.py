@@ -49,10 +49,10 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
 
 def published(name: str) -> pd.DataFrame:
     """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
-    if found := stored(f"published/{name}"):
-        return found[0]
-    known = (repository_root() / "results/published").glob("*.csv")
-    raise UnknownNameError("published table", name, [path.stem for path in known])
+    if pair := stored(f"published/{name}"):
+        return pair[0]
+    paths = (repository_root() / "results/published").glob("*.csv")
+    raise UnknownNameError("published table", name, [path.stem for path in paths])
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
@@ -64,8 +64,8 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
 
 def known(name: str) -> pd.DataFrame:
     """Return a table as it is stored. Raises ``UnknownNameError`` for one that is not there."""
-    if found := stored(name):
-        return found[0]
+    if pair := stored(name):
+        return pair[0]
     raise UnknownNameError("table", name, stored_names())
 
 
@@ -76,8 +76,8 @@ def stored_names() -> list[str]:
 
 def provenance(name: str, root: Path | None = None) -> dict:
     """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
-    if found := _provenance(root or repository_root(), name):
-        return found
+    if filed := _provenance(root or repository_root(), name):
+        return filed
     raise UnknownNameError("table", name, stored_names())
 
 

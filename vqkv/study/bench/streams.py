@@ -89,10 +89,10 @@ def way_back(sizes: Sizes) -> Iterator[Problem]:
     train, x = (gaussian(1, HEADS, n, HEAD_DIM, seed=n) @ mix for n in (4096, _whole_blocks(sizes)))
     train, x = train.to(sizes.device), x.to(sizes.device)
     yield from _parts("by head", train, x)
-    known = {("key", 0): x, ("value", 0): x}
-    rows = inputs(known, known, x).flatten(0, 1)
+    sources = {("key", 0): x, ("value", 0): x}
+    rows = inputs(sources, sources, x).flatten(0, 1)
     predictor = Linear(1e-1).fit(lambda: iter([(rows, rows[:, : HEADS * HEAD_DIM])]))
-    yield from _parts("predicted", train, x, partial(Prediction(predictor, tuple(known)), known, x))
+    yield from _parts("predicted", train, x, partial(Prediction(predictor, tuple(sources)), sources, x))
 
 
 def _parts(design: str, train: Tensor, x: Tensor, prediction: Callable | None = None) -> Iterator[Problem]:

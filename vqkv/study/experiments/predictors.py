@@ -140,20 +140,20 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
     chosen = (presets.aqua(presets.higgs(bits), sink_tokens=0), presets.higgs(bits, sink_tokens=0))
     compressor, alone = (subject.calibrated(preset, batch_size) for preset in chosen)
     restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
-    for place, prediction in compressor.predictions.items():
-        y, row = exact[place], {"model": subject.name, "bits": bits, "role": place[0], "layer": place[1]}
+    for (role, layer), prediction in compressor.predictions.items():
+        y, row = exact[role, layer], {"model": subject.name, "bits": bits, "role": role, "layer": layer}
         read = prediction.predictor(inputs(restored, prediction.sources, y))
         row["evr"] = explained_variance_ratio(side_by_side(y), read)
-        rows.append(row | {"mse": _error(y, restored[place]), "mse_alone": _error(y, without[place])})
+        rows.append(row | {"mse": _error(y, restored[role, layer]), "mse_alone": _error(y, without[role, layer])})
     return rows
 
 
 def _restored(exact: dict, compressor) -> dict:
     """Keys and values by role and layer, as they are read back."""
     restored: dict = {}
-    known = compressor.new_pass()
+    reconstructions = compressor.new_pass()
     for layer in range(len(compressor.codecs)):
-        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], reconstructions)
         restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
     return restored
 
@@ -165,12 +165,12 @@ def _error(x, x_hat) -> float:
 
 def _beside(rows: list[dict]) -> list[dict]:
     """The rows with the ratio to the system that each is compared with."""
-    known = {row["label"]: row["kl_each"].split() for row in rows}
+    kl_of = {row["label"]: row["kl_each"].split() for row in rows}
     for row in rows:
-        beside = BESIDE.get(row["label"], "none")
-        beside = beside if beside in known else "none"
-        ratios = paired_ratio(known[row["label"]], known[beside]) if beside != "none" else [math.nan] * 3
-        row |= {"beside": beside} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
+        baseline = BESIDE.get(row["label"], "none")
+        baseline = baseline if baseline in kl_of else "none"
+        ratios = paired_ratio(kl_of[row["label"]], kl_of[baseline]) if baseline != "none" else [math.nan] * 3
+        row |= {"beside": baseline} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
     return rows
 
 
