@@ -29,7 +29,7 @@ def begin_llama(model: LlamaForCausalLM) -> None:
     model.model.embed_tokens.weight[:, 0] = CONSTANT * config.initializer_range
     model.model.embed_tokens.weight.mul_(LOUD)
     model.model.norm.weight.div_(LOUD)
-    fast = torch.arange(dim // 6)  # RoPE's fastest pairs tell neighbours apart
+    fast = torch.arange(dim // 6)  # RoPE's fastest pairs distinguish neighbours
     angle = config.rope_parameters["rope_theta"] ** (-fast / half)
     first.k_proj.weight[fast, 0] = BEFORE
     first.q_proj.weight[fast, 0] = BEFORE * angle.cos()
@@ -37,7 +37,7 @@ def begin_llama(model: LlamaForCausalLM) -> None:
     content, note, copied = _subspaces(dim, hidden, torch.arange(1, hidden))
     first.v_proj.weight[:dim] = content
     first.o_proj.weight[:, :dim] = NOTE * note.T
-    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, dim)])  # turn little within a row
+    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, dim)])  # rotate little within a row
     for projection, read in ((second.q_proj, content), (second.k_proj, note)):
         projection.weight[:dim] = 0
         projection.weight[slow] = MATCH * read[slow]

@@ -3,7 +3,7 @@
 The bundled models were trained by a loop of our own with this recipe. Transformers' trainer draws the same batches and
 has the same losses, to bf16. It takes a GPU where there is one, and a killed run goes on from its last checkpoint.
 
-Rows are repeats and recall, then ever more text beside them; short rows and small steps come first. AdamW, because the
+Rows are repeats and recall, then ever more text with them; short rows and small steps come first. AdamW, because the
 models that the four sources study were trained with it, and their outlier channels are partly its doing. The learning
 rate warms up, stays constant and decays over the last fifth of ``--tokens``: without the decay's checkpoints a longer
 run goes on as if there had been none.

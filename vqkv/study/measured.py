@@ -7,7 +7,7 @@ import pandas as pd
 
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import GROWS, MEASURED
-from vqkv.study.tables import known, write_atomically
+from vqkv.study.tables import stored_table, write_atomically
 
 SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
@@ -63,5 +63,5 @@ def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    table = measured(*(known(name) for name in ("11_frontier", "08_latency", "08_in_place")))
+    table = measured(*(stored_table(name) for name in ("11_frontier", "08_latency", "08_in_place")))
     write_atomically(MEASURED, table.to_csv(index=False, float_format="%.6g").encode())

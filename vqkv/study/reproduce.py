@@ -1,7 +1,7 @@
 """``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
 
 All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which, and the order of tables; tables
-that are no experiments are computed whole. Left out: times and peaks of memory, which belong to a machine, and what
+that are no experiments are computed in full. Left out: times and peaks of memory, which belong to a machine, and what
 ``--minutes`` do not reach.
 """
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vqkv.study import subject
 from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
-from vqkv.study.tables import known, provenance, stored_names
+from vqkv.study.tables import provenance, stored_names, stored_table
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
@@ -32,7 +32,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     ``column``; NaN, and nothing else, where ``until`` (of ``time.time``) is over."""
     if time.time() > until:
         return {"table": name, "case": "not reached", "difference": math.nan}
-    subject.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run beside it
+    subject.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run with it
     record, start = provenance(name), time.perf_counter()
     module, _, function = record["function"].rpartition(".")
     try:
@@ -48,7 +48,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     finally:
         forget()
     about = {"table": name, "case": case, "rows": len(rows), "device": record["device"]}
-    return about | {"seconds": time.perf_counter() - start} | compared(rows, known(name))
+    return about | {"seconds": time.perf_counter() - start} | compared(rows, stored_table(name))
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:

@@ -62,7 +62,7 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
-def known(name: str) -> pd.DataFrame:
+def stored_table(name: str) -> pd.DataFrame:
     """Return a table as it is stored. Raises ``UnknownNameError`` for one that is not there."""
     if pair := stored(name):
         return pair[0]
@@ -108,7 +108,7 @@ def output_root() -> Path:
 
 
 def write_atomically(path: Path, data: bytes) -> str:
-    """Write the whole file or leave the old one (``replacing``); folders are made. Returns the sha256."""
+    """Write the complete file or leave the old one (``replacing``); folders are made. Returns the sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(data)
@@ -155,7 +155,7 @@ def _read_csv(data: bytes, columns: dict[str, str] | None = None) -> pd.DataFram
 
 
 def _store(root: Path, name: str, frame: pd.DataFrame, record: dict) -> None:
-    """As a CSV that keeps six digits, and each column's type beside it: a CSV alone does not tell 1 from 1.0."""
+    """As a CSV that keeps six digits, and each column's type next to it: CSV does not distinguish 1 from 1.0."""
     sources = plain(frame.attrs.get("sources", {}), f"attrs['sources'] of table {name!r}")
     if any(level is not None for level in frame.index.names):
         frame = frame.reset_index()

@@ -123,17 +123,17 @@ def contenders(
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
     and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
     another label."""
-    wanted, makers = ours(kmeans_iterations, seed), {}
+    wanted, by_label = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
     for label in tqdm(chosen(systems), desc="calibrate", leave=False, disable=None):
         if label in THEIRS:
             try:
-                makers[label] = THEIRS[label]()
+                by_label[label] = THEIRS[label]()
             except ImportError as error:
                 warnings.warn(f"{label} is left out: {error}", stacklevel=2)
         else:
-            makers[label] = KeepingDecoded(fitted(KEPT[label])) if label in KEPT else fitted(label)
-    return makers
+            by_label[label] = KeepingDecoded(fitted(KEPT[label])) if label in KEPT else fitted(label)
+    return by_label
 
 
 def prepared(model, systems: list[str], seed: int = 0) -> dict:
@@ -167,7 +167,7 @@ def stored_bytes(cache, system) -> int:
 
 
 def check_known(kind: str, names: Iterable[str], valid: Collection[str]) -> None:
-    """Raise ``UnknownNameError`` for a name that is not among those known."""
+    """Raise ``UnknownNameError`` for a name that is not among the ``valid`` ones."""
     for name in names:
         if name not in valid:
             raise UnknownNameError(kind, name, valid)

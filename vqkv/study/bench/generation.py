@@ -169,7 +169,7 @@ def _keep_nothing_freed() -> None:
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 1 << 16)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; told so, glibc does not raise it
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; if set, glibc does not raise it
 
 
 def _prefilled(model, system, chunks: list[torch.Tensor]) -> Generation:

@@ -1,4 +1,4 @@
-"""Speed of the kernels beside other libraries, plain torch and the roofline of the same machine, all in one process;
+"""Speed of the kernels next to other libraries, plain torch and the roofline of the same machine, all in one process;
 one tidy row per operation, format, implementation and shape."""
 
 import math

@@ -84,7 +84,7 @@ def trellis(direction: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def way_back(sizes: Sizes) -> Iterator[Problem]:
-    """Read keys of 2 heads of 128 channels in designs of ``best(1.8)``, by head and predicted, whole and by parts."""
+    """Read keys of 2 heads of 128 channels in designs of ``best(1.8)``, by head and predicted, all and by parts."""
     mix = gaussian(HEADS, HEAD_DIM, HEAD_DIM, seed=sizes.seed) * 2 ** torch.linspace(0, -DECAY, HEAD_DIM)[:, None]
     train, x = (gaussian(1, HEADS, n, HEAD_DIM, seed=n) @ mix for n in (4096, _whole_blocks(sizes)))
     train, x = train.to(sizes.device), x.to(sizes.device)

@@ -56,7 +56,7 @@ def calibration_text(
 
 
 def against_own(table: pd.DataFrame, train_seqs: int) -> pd.DataFrame:
-    """Every other calibration beside that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
+    """Every other calibration next to that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
     system. ``ratio``: its KL over the latter's, with the 95% interval over windows, ``low`` to ``high``; NaN where it
     was refused. ``more_bits``: what it takes more of stored bits."""
     keys, numbers = ["model", "system", "nominal_bits", "test_corpus"], ["kl_mean", "bits_per_value", "kl_each"]

@@ -1,4 +1,4 @@
-"""Notebook 05: the VQ quality framework's tiers as files, and eviction beside them."""
+"""Notebook 05: the VQ quality framework's tiers as files, and eviction with them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from vqkv.study.sweep import experiment, product
 RATIOS = ("ratio_every_fp32", "ratio_live_fp16")
 # What keyframes and deltas are stored as.
 EXACT: dict[str, tuple[Any, str]] = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}
-EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
+EVICTED, NOT_EVICTED = "4-bit deltas + H2O", "4-bit deltas"
 TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
 CODECS = ("fp16", "vqllm")
 DAMAGE = ("kl_mean", "kl_low", "kl_high", "kl_std", "kl_worst", "kl_floor", "ppl_exact", "ppl", "top1")
@@ -28,8 +28,8 @@ EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:
-    """The rows; the evicted tier's bytes are those of the whole one, less what its last keyframe loses."""
-    complete = next((row for row in rows if row["tier"] == WHOLE), {})
+    """The rows; the evicted tier's bytes are those of the complete one, less what its last keyframe loses."""
+    complete = next((row for row in rows if row["tier"] == NOT_EVICTED), {})
     for row in (row for row in rows if row["tier"] == EVICTED):
         saved, stored = row.pop("saved_bytes"), complete["live_fp16_bytes"] / complete["ratio_live_fp16"]
         less = {name: complete[name] - saved for name in ("file_bytes", "keyframe_bytes")}

@@ -5,11 +5,11 @@ import pandas as pd
 from vqkv.study.experiments.common import frame
 from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.rule import by_rule, cache_shape, share_of_bits
-from vqkv.study.tables import known, stored
+from vqkv.study.tables import stored, stored_table
 
 READ = ("08_latency", "11_frontier", "12_claims")
 CONTEXTS = {"8,192": "8k", "131,072": "128k"}
-MIN_BITS, MAX_BITS = 0.9, 3.0  # bits of KVTC within which the whole curve is compared
+MIN_BITS, MAX_BITS = 0.9, 3.0  # bits of KVTC within which the complete curve is compared
 
 
 def contents() -> dict[str, str]:
@@ -20,7 +20,7 @@ def contents() -> dict[str, str]:
 def findings(tables: dict[str, str]) -> pd.DataFrame:
     """Make the table of the study's findings from ``tables`` (of ``contents``): ``least`` and ``most`` of each one's
     cases."""
-    latency, frontier, claims = map(known, READ)
+    latency, frontier, claims = map(stored_table, READ)
     seen, model, ranges = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():
         share = share_of_bits(seen, name, MIN_BITS, MAX_BITS)
@@ -52,5 +52,5 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
 
 def frontier_rows() -> pd.DataFrame:
     """Return page 11's rows, as ``figures.overview`` takes them."""
-    frontier = known("11_frontier")
+    frontier = stored_table("11_frontier")
     return by_rule(frontier, [*CONTEXTS.values()], cache_shape(frontier["model"].iloc[0]).width)

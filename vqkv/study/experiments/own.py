@@ -1,4 +1,4 @@
-"""Notebook 15: a preset that a page defines, measured beside published ones."""
+"""Notebook 15: a preset that a page defines, measured with published ones."""
 
 import dataclasses
 import linecache

@@ -43,7 +43,7 @@ def _fitted(system: str, subject: Subject) -> Compressor:
 
 
 class Dialogue:
-    """A conversation with a system's cache, beside an uncompressed cache that reads the same tokens."""
+    """A conversation with a system's cache, next to an uncompressed cache that reads the same tokens."""
 
     def __init__(self, system: str, subject: Subject):
         self.system, self.subject, self.turns = system, subject, 0
@@ -53,7 +53,7 @@ class Dialogue:
     @torch.no_grad()
     def turn(self, said: str, max_new_tokens: int) -> list[dict]:
         """Answer greedily. Returns a row for what is said and one for each token of the answer: ``kl`` in nats between
-        the two caches' predictions at its place; ``uncompressed``, whether it is the uncompressed cache's first choice;
+        the two caches' predictions at its position; ``uncompressed``, if it is the uncompressed cache's first choice;
         bytes of the caches after the turn."""
         how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         made = self.talk.answer(said, max_new_tokens, **how)
@@ -101,7 +101,7 @@ def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: 
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
     all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes
-    of these; and the key as it is read back, beside it as it came (``original``). ``text``: the token, as JSON. Raises
+    of these; and the key as it is read back, next to it as it came (``original``). ``text``: the token, as JSON. Raises
     ``DataError`` for a layer, head or token that is not there, and for a turn that is too short to be packed.
     """
     tokens = turn_tokens(subject.tokenizer, _text(subject, turn))

@@ -111,7 +111,7 @@ def _interval(claim: dict, table: pd.DataFrame) -> dict[str, float]:
 
 
 def _equal(said: float, recomputed: float, within: float = 0.02) -> bool:
-    """Tell whether two figures are apart by no more than 2%, or than how a figure of two digits or more was rounded."""
+    """Tell whether two figures differ by no more than 2%, or than how a figure of two digits or more was rounded."""
     integer, _, decimals = f"{said:g}".partition(".")
     rounded = len((integer + decimals).lstrip("0")) > 1 and round(recomputed, len(decimals)) == said
     return rounded or abs(recomputed - said) <= within * abs(said)
