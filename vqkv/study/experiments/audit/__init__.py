@@ -48,7 +48,7 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
         if pair is None or pair[1] != contents:
             raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
         own[name] = pair[0]
-    audited = pd.DataFrame([row(claim, *_found(claim, own)) for claim in listed().to_dict("records")])
+    audited = pd.DataFrame([row(claim, *_recomputed(claim, own)) for claim in listed().to_dict("records")])
     audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
     return audited
 
@@ -59,7 +59,7 @@ def listed() -> pd.DataFrame:
     return claims.astype(str).astype({"figures": int})
 
 
-def _found(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
+def _recomputed(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
     """Return no case of a claim that cannot be tested: its table is not there, or has other systems or settings."""
     if claim["arithmetic"]:
         return find(claim, published(claim["table"]) if claim["table"] else pd.DataFrame())
