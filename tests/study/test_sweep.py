@@ -179,7 +179,7 @@ def test_rows_are_compared_with_the_nearest_of_the_same_words(row, difference, c
 def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeypatch):
     record = {"function": "sweep_cases.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
-    monkeypatch.setattr(reproduce, "known", lambda name: cases.cube(folder=str(tmp_path)))
+    monkeypatch.setattr(reproduce, "stored_table", lambda name: cases.cube(folder=str(tmp_path)))
     case = reproduce.again("toy", seed=0)
     assert case["case"].startswith("cube, case ") and case["difference"] == 0
     assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1

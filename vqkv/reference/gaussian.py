@@ -48,7 +48,7 @@ def lloyd(size: int, seed: int, points: Tensor, mass: Tensor) -> tuple[Tensor, f
 
 def best_grid(size: int) -> dict:
     """Find the best grid of several starts, sorted by radius for a stable file, with its error."""
-    grid, error = min((lloyd(size, seed, *lattice()) for seed in range(RESTARTS[size])), key=lambda found: found[1])
+    grid, error = min((lloyd(size, seed, *lattice()) for seed in range(RESTARTS[size])), key=lambda fitted: fitted[1])
     order = sorted(grid.tolist(), key=lambda p: (round((p[0] ** 2 + p[1] ** 2) ** 0.5, 3), p))
     return {"mse": error, "points": [[round(value, 6) for value in point] for point in order]}
 

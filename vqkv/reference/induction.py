@@ -29,20 +29,20 @@ def begin_llama(model: LlamaForCausalLM) -> None:
     model.model.embed_tokens.weight[:, 0] = CONSTANT * config.initializer_range
     model.model.embed_tokens.weight.mul_(LOUD)
     model.model.norm.weight.div_(LOUD)
-    fast = torch.arange(dim // 6)  # RoPE's fastest pairs tell neighbours apart
+    fast = torch.arange(dim // 6)  # RoPE's fastest pairs distinguish neighbours
     angle = config.rope_parameters["rope_theta"] ** (-fast / half)
     first.k_proj.weight[fast, 0] = BEFORE
     first.q_proj.weight[fast, 0] = BEFORE * angle.cos()
     first.q_proj.weight[half + fast, 0] = -BEFORE * angle.sin()
-    content, note, found = _subspaces(dim, hidden, torch.arange(1, hidden))
+    content, note, copied = _subspaces(dim, hidden, torch.arange(1, hidden))
     first.v_proj.weight[:dim] = content
     first.o_proj.weight[:, :dim] = NOTE * note.T
-    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, dim)])  # turn little within a row
+    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, dim)])  # rotate little within a row
     for projection, read in ((second.q_proj, content), (second.k_proj, note)):
         projection.weight[:dim] = 0
         projection.weight[slow] = MATCH * read[slow]
-    second.v_proj.weight[:dim] = found
-    second.o_proj.weight[:, :dim] = COPY * found.T
+    second.v_proj.weight[:dim] = copied
+    second.o_proj.weight[:, :dim] = COPY * copied.T
 
 
 @torch.no_grad()
@@ -57,10 +57,10 @@ def begin_gpt2(model: GPT2LMHeadModel) -> None:
     fast = torch.arange(dim // 2)
     sines, cosines = fast, hidden // 2 + fast
     angle = 10_000 ** -torch.linspace(0, 1, hidden // 2)
-    turns = torch.outer(torch.arange(config.n_positions), angle)
+    angles = torch.outer(torch.arange(config.n_positions), angle)
     size = torch.full((hidden // 2,), config.initializer_range / 4)
     size[fast] = config.initializer_range
-    model.transformer.wpe.weight.copy_(torch.cat([size * turns.sin(), size * turns.cos()], 1))
+    model.transformer.wpe.weight.copy_(torch.cat([size * angles.sin(), size * angles.cos()], 1))
     model.transformer.wte.weight[:, torch.cat([sines, cosines])] = 0
     for embedding in (model.transformer.wte, model.transformer.wpe):
         embedding.weight.mul_(LOUD)
@@ -73,12 +73,12 @@ def begin_gpt2(model: GPT2LMHeadModel) -> None:
     query[sines, fast] = query[cosines, dim // 2 + fast] = large * cos
     query[cosines, fast], query[sines, dim // 2 + fast] = -large * sin, large * sin
     words = torch.cat([torch.arange(dim // 2, hidden // 2), torch.arange(hidden // 2 + dim // 2, hidden)])
-    content, note, found = _subspaces(dim, hidden, words)
+    content, note, copied = _subspaces(dim, hidden, words)
     value[:, :dim] = content.T
     first.c_proj.weight[:dim] = NOTE * note
     query, key, value = second.c_attn.weight.split(hidden, 1)
-    query[:, :dim], key[:, :dim], value[:, :dim] = MATCH * content.T, MATCH * note.T, found.T
-    second.c_proj.weight[:dim] = COPY * found
+    query[:, :dim], key[:, :dim], value[:, :dim] = MATCH * content.T, MATCH * note.T, copied.T
+    second.c_proj.weight[:dim] = COPY * copied
 
 
 def _subspaces(dim: int, hidden: int, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ LONGEST_SEGMENT = 21
 
 @dataclass(frozen=True)
 class Words:
-    """Token ids: ``keys`` and ``values`` are disjoint halves of the tokenizer's whole words."""
+    """Token ids: ``keys`` and ``values`` are disjoint halves of the tokenizer's complete words."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -91,7 +91,7 @@ class TokenStream:
         self.functions = np.flatnonzero(np.isin(self.ids, begins))
 
     def span(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Draw ``length`` consecutive ids from a random place."""
+        """Draw ``length`` consecutive ids from a random position."""
         start = rng.integers(0, len(self.ids) - length)
         return self.ids[start : start + length].astype(np.int64)
 

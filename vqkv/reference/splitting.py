@@ -56,9 +56,9 @@ class Twins:
 
 
 def _minhash(hashes: np.ndarray):
-    found = MinHash(num_perm=64, hashfunc=int)
-    found.update_batch(hashes.tolist())
-    return found
+    signature = MinHash(num_perm=64, hashfunc=int)
+    signature.update_batch(hashes.tolist())
+    return signature
 
 
 def main() -> None:

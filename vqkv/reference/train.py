@@ -3,7 +3,7 @@
 The bundled models were trained by a loop of our own with this recipe. Transformers' trainer draws the same batches and
 has the same losses, to bf16. It takes a GPU where there is one, and a killed run goes on from its last checkpoint.
 
-Rows are repeats and recall, then ever more text beside them; short rows and small steps come first. AdamW, because the
+Rows are repeats and recall, then ever more text with them; short rows and small steps come first. AdamW, because the
 models that the four sources study were trained with it, and their outlier channels are partly its doing. The learning
 rate warms up, stays constant and decays over the last fifth of ``--tokens``: without the decay's checkpoints a longer
 run goes on as if there had been none.
@@ -112,8 +112,8 @@ class MeasuringTrainer(Trainer):
 
     def evaluate(self, *args, **kwargs) -> dict:
         self.model.eval()
-        self.log(found := abilities(self.model, self.processing_class, self.eval_dataset, windows=32))
-        return found
+        self.log(metrics := abilities(self.model, self.processing_class, self.eval_dataset, windows=32))
+        return metrics
 
 
 def trainer(name: str, folder: Path, total: int) -> MeasuringTrainer:
@@ -158,9 +158,9 @@ def release(done: MeasuringTrainer, out: Path, test: TokenStream) -> None:
     model.load_state_dict(done.model.state_dict())
     model.save_pretrained(out)
     done.processing_class.save_pretrained(out)
-    found = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
+    metrics = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
     where = processor() if done.args.use_cpu else torch.cuda.get_device_name()
-    log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": found}
+    log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": metrics}
     (out / "training.json").write_text(json.dumps(log | {"log": done.state.log_history}))
 
 

@@ -57,10 +57,10 @@ class Study:
         self.notebooks = [path for path in selected if self.timed or not pages.is_tagged(path, "takes-times")]
         settings = pages.load_profile(self.profile)
         defaults = {path: pages.notebook_parameters(path) for path in self.notebooks}
-        known = set().union(*map(pages.notebook_parameters, pages.all_notebooks(self.root / "notebooks")))
+        parameters = set().union(*map(pages.notebook_parameters, pages.all_notebooks(self.root / "notebooks")))
         for name in self.parameters:
-            if name not in known:
-                raise UnknownNameError("parameter", name, known)
+            if name not in parameters:
+                raise UnknownNameError("parameter", name, parameters)
         self.without = {  # parameter that was given: the pages that have none of this name
             name: [path.stem for path, own in defaults.items() if name not in own] for name in self.parameters
         }

@@ -7,7 +7,7 @@ import pandas as pd
 
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import GROWS, MEASURED
-from vqkv.study.tables import known, write_atomically
+from vqkv.study.tables import stored_table, write_atomically
 
 SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
@@ -36,21 +36,21 @@ DESIGNS = {
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:
     """``recommend.measurements`` out of page 11's table and page 08's times, of a history decoded and read in place."""
     means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
-    beside = in_place[in_place["geometry"] == latency["geometry"].iloc[0]]
-    times = _ns_per_value(latency) | _ns_per_value(beside[beside["context"] == latency["context"].max()])
+    same_geometry = in_place[in_place["geometry"] == latency["geometry"].iloc[0]]
+    times = _ns_per_value(latency) | _ns_per_value(same_geometry[same_geometry["context"] == latency["context"].max()])
     rows = []
     for label, (name, arguments, grows) in (SYSTEMS | DESIGNS).items():
         system, bits = label.rsplit(" ", 1) if label in DESIGNS else (label, 0)
         key = system, float(bits)  # page 11's system and nominal bits
         if key not in means.index:
             continue
-        found: Any = means.loc[key, :]
+        mean: Any = means.loc[key, :]
         row: dict[str, Any] = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
         if grows:
-            row["bits_per_value"] = found["bits_per_value"]
-            row["side_bytes_each"] = found["side_bytes"] / GROWS[grows](SHAPE)
+            row["bits_per_value"] = mean["bits_per_value"]
+            row["side_bytes_each"] = mean["side_bytes"] / GROWS[grows](SHAPE)
         row["ns_per_value"] = times.get(label) if name != "best" else None  # page 08 times it without a trellis
-        rows.append(row | {"kl": found["kl_mean"], "facts_lost": found["facts_lost"]})
+        rows.append(row | {"kl": mean["kl_mean"], "facts_lost": mean["facts_lost"]})
     return pd.DataFrame(rows)
 
 
@@ -63,5 +63,5 @@ def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    table = measured(*(known(name) for name in ("11_frontier", "08_latency", "08_in_place")))
+    table = measured(*(stored_table(name) for name in ("11_frontier", "08_latency", "08_in_place")))
     write_atomically(MEASURED, table.to_csv(index=False, float_format="%.6g").encode())

@@ -39,14 +39,14 @@ def select(folder: Path, only: list[str]) -> list[Path]:
 
 def notebook_parameters(path: Path) -> dict:
     """Read {parameter: default} from a notebook's ``parameters`` cell, which assigns literals."""
-    return {name: ast.literal_eval(found["default"]) for name, found in inspect_notebook(str(path)).items()}
+    return {name: ast.literal_eval(parameter["default"]) for name, parameter in inspect_notebook(str(path)).items()}
 
 
 def load_profile(name: str) -> dict[str, dict]:
     """Read {notebook or "*": {parameter: value}}; what a profile leaves out it has from the one that it is ``like``."""
-    known = [path.stem for path in PROFILES.glob("*.yaml")]
-    if name not in known:
-        raise UnknownNameError("profile", name, known)
+    profiles = [path.stem for path in PROFILES.glob("*.yaml")]
+    if name not in profiles:
+        raise UnknownNameError("profile", name, profiles)
     own = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
     base = load_profile(own.pop("like")) if "like" in own else {}
     return base | {page: base.get(page, {}) | parameters for page, parameters in own.items()}
@@ -132,9 +132,9 @@ def judge(notebook: NotebookNode) -> dict[str, str]:
 def refusals(notebook: NotebookNode) -> list[str]:
     """Say which tables a page elsewhere does without, and why. Raises ``DataError`` if it could make none of them."""
     making = [cell for cell in notebook.cells if cell.cell_type == "code" and "tables.table(" in cell.source]
-    found = [_error(cell.outputs) for cell in making]
-    refused = [error.evalue for error in found if error and error.ename == "DataError"]
-    if making and all(found):
+    errors = [_error(cell.outputs) for cell in making]
+    refused = [error.evalue for error in errors if error and error.ename == "DataError"]
+    if making and all(errors):
         raise DataError(refused[0])
     return refused
 
@@ -148,5 +148,5 @@ def _verdict(outputs: list[NotebookNode]) -> str:
     if error is None:
         return HOLDS
     reason = f"cannot be asked here ({error.ename}: {error.evalue})"
-    found = f" (found {error.evalue:.200})" if error.evalue else ""
-    return f"does not hold here{found}" if error.ename == "AssertionError" else reason
+    message = f" (found {error.evalue:.200})" if error.evalue else ""
+    return f"does not hold here{message}" if error.ename == "AssertionError" else reason

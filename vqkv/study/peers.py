@@ -13,7 +13,7 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.settings import CacheSettings
 from vqkv.errors import DataError
 
-# quanto compiles C++ at its first use by ninja, which pip puts beside python: only an activated shell finds it there.
+# quanto compiles C++ at its first use by ninja, which pip puts next to python: only an activated shell finds it there.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
 

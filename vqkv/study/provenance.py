@@ -35,8 +35,8 @@ def version(package: str) -> str | None:
 
 def versions(*packages: str) -> str:
     """Python and those of the ``packages`` that are installed, as ``name version; ...``."""
-    found = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    return "; ".join(f"{name} {number}" for name, number in found.items() if number)
+    version_of = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    return "; ".join(f"{name} {number}" for name, number in version_of.items() if number)
 
 
 def device_name(device: torch.device | str, threads: bool = False) -> str:

@@ -58,8 +58,8 @@ def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
     for name, page in pages.items():
         paragraphs = [part for cell in page.cells if cell.cell_type == "markdown" for part in cell.source.split("\n\n")]
         question = next((part for part in paragraphs if part.strip() and not part.startswith("#")), "")
-        found = "\n\n".join(part for part in paragraphs if part.startswith(FOUND)).replace(FOUND, "**Found.**")
-        text = f"## [{page.metadata['title']}]({name}.html)\n\n{question}\n\n{found}"
+        answer = "\n\n".join(part for part in paragraphs if part.startswith(FOUND)).replace(FOUND, "**Found.**")
+        text = f"## [{page.metadata['title']}]({name}.html)\n\n{question}\n\n{answer}"
         cells.append(nbformat.v4.new_markdown_cell(text))
     return nbformat.v4.new_notebook(cells=cells, metadata={"title": "vqkv: the study's pages"})
 

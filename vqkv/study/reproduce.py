@@ -1,7 +1,7 @@
 """``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
 
 All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which, and the order of tables; tables
-that are no experiments are computed whole. Left out: times and peaks of memory, which belong to a machine, and what
+that are no experiments are computed in full. Left out: times and peaks of memory, which belong to a machine, and what
 ``--minutes`` do not reach.
 """
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vqkv.study import subject
 from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
-from vqkv.study.tables import known, provenance, stored_names
+from vqkv.study.tables import provenance, stored_names, stored_table
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
@@ -32,7 +32,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     ``column``; NaN, and nothing else, where ``until`` (of ``time.time``) is over."""
     if time.time() > until:
         return {"table": name, "case": "not reached", "difference": math.nan}
-    subject.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run beside it
+    subject.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run with it
     record, start = provenance(name), time.perf_counter()
     module, _, function = record["function"].rpartition(".")
     try:
@@ -48,7 +48,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     finally:
         forget()
     about = {"table": name, "case": case, "rows": len(rows), "device": record["device"]}
-    return about | {"seconds": time.perf_counter() - start} | compared(rows, known(name))
+    return about | {"seconds": time.perf_counter() - start} | compared(rows, stored_table(name))
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
@@ -63,8 +63,8 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
             return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
-        found = _relative(same[numbers].astype(float), row[numbers].astype(float))
-        nearest = found.iloc[int(found.max(axis=1).argmin())]
+        differences = _relative(same[numbers].astype(float), row[numbers].astype(float))
+        nearest = differences.iloc[int(differences.max(axis=1).argmin())]
         if nearest.max() > worst["difference"]:
             worst = {"difference": nearest.max(), "column": nearest.idxmax()}
     return worst
@@ -94,25 +94,25 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
-    found = []
+    differences = []
     for record in tqdm(records, "reproduce", unit="table"):
         row = again(record["name"], seed, until)
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
-        found.append(row["difference"])
-    reached = [each for each in found if not math.isnan(each)]
+        differences.append(row["difference"])
+    reached = [each for each in differences if not math.isnan(each)]
     typer.echo(f"{sum(each < SIX_DIGITS for each in reached)} of {len(reached)} tables give the same six digits again")
-    typer.echo(f"{len(found) - len(reached)} tables were not reached" * (len(found) > len(reached)))
+    typer.echo(f"{len(differences) - len(reached)} tables were not reached" * (len(differences) > len(reached)))
     raise typer.Exit(1 if any(each > SPREAD for each in reached) else 0)
 
 
 def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seconds=0.0, device: str = "") -> str:
     if math.isnan(difference):
         return case
-    found = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
+    verdict = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
     if SIX_DIGITS <= difference < math.inf:
-        found = "differs" if difference <= SPREAD else "FAILS: differs"
-        found += f" by up to {100 * difference:.2g}% ({column}; stored: {device})"
-    return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
+        verdict = "differs" if difference <= SPREAD else "FAILS: differs"
+        verdict += f" by up to {100 * difference:.2g}% ({column}; stored: {device})"
+    return f"{verdict}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
 
 
 if __name__ == "__main__":

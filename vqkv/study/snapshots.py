@@ -63,8 +63,8 @@ class Stream:
         last = step + 1
         numbers = range(max(1, last - last % self.interval), last + 1)
         parts = [self._decoded(number) for number in numbers]
-        whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
-        return whole[0::2], whole[1::2]
+        joined = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
+        return joined[0::2], joined[1::2]
 
     def report(self) -> dict:
         """Bytes by kind, and ratios, header apart, against every snapshot in fp32, the source's baseline, and the last
@@ -92,11 +92,11 @@ class Stream:
             yield codec, [i for i, other in enumerate(own) if other is codec]
 
     def _decoded(self, number: int) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        decoded: dict[int, Tensor] = {}
         batch = len(self.token[0])
         for (codec, indices), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
-            found |= zip(indices, codec.decode(payload, self.dtype).split(batch), strict=True)
-        return [found[i] for i in range(len(self.token))]
+            decoded |= zip(indices, codec.decode(payload, self.dtype).split(batch), strict=True)
+        return [decoded[i] for i in range(len(self.token))]
 
     def _header(self) -> tuple[list[Codec], bytes]:
         """The codecs, and as a safetensors blob what they have learned, with JSON of what they are."""

@@ -91,8 +91,8 @@ class Subject:
         """Tokens of ``size`` (num_seqs, seq_len) drawn by ``seed`` from a split of its corpus, or of another one."""
         corpus = corpus or self.corpus
         which = {"corpus": corpus, "split": split, "size": size, "seed": seed}
-        tokens, found = _text(name=self.name, dtype=self.dtype, device=self.device, **which)
-        self.sources[f"corpus {corpus} {split} {size[0]}x{size[1]} seed {seed}"] = found
+        tokens, source = _text(name=self.name, dtype=self.dtype, device=self.device, **which)
+        self.sources[f"corpus {corpus} {split} {size[0]}x{size[1]} seed {seed}"] = source
         return tokens
 
     def calibrated(self, preset: Preset, batch_size: int = 8) -> Compressor:
@@ -102,8 +102,8 @@ class Subject:
         return calibrate(self.model, self.train, preset, batch_size, progress=False, captured=held)
 
     def _load(self):
-        *loaded, found = _loaded(name=self.name, dtype=self.dtype, device=self.device)
-        self.sources[f"model {self.name}"] = found
+        *loaded, source = _loaded(name=self.name, dtype=self.dtype, device=self.device)
+        self.sources[f"model {self.name}"] = source
         return loaded
 
 

@@ -63,12 +63,12 @@ class Experiment:
             raise TypeError(f"{self.__name__} takes no {', '.join(sorted(unknown))}")
         parameters = with_subject(parameters)
         listed, settings = self.listed(**_taken(self.listed, parameters)), _taken(self.row, parameters)
-        found = []
+        made = []
         for number, case in enumerate(listed, 1):
             about = ", ".join(f"{name}={value}" for name, value in case.items())
             name = f"{self.__name__}, case {number} of {len(listed)} ({about})"
-            found.append(ExperimentCase(self, plain(settings | case, name), name))
-        return found
+            made.append(ExperimentCase(self, plain(settings | case, name), name))
+        return made
 
     def run(self, parameters: dict, folder: Path | None = None) -> pd.DataFrame:
         """Compute the table. A finished case is kept in ``folder``, from where a killed run of the same code goes on.
@@ -142,20 +142,20 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     """Results by the names of these cases, in their order, computed or found in a folder."""
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
-    found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
-    calls = [(case, threads) for case in cases if case.name not in found]
+    results = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
+    calls = [(case, threads) for case in cases if case.name not in results]
     try:
-        with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
+        with tqdm(total=len(cases), initial=len(results), desc=desc, unit="case", disable=None) as bar:
             for name, result in in_processes(_result, calls, steering.current.workers or 1):
                 if folder:
                     folder.mkdir(parents=True, exist_ok=True)
                     with replacing(kept[name]) as file:
                         file.write(json.dumps(result).encode())
-                found[name] = result
+                results[name] = result
                 bar.update()
     finally:
         forget()
-    return {case.name: found[case.name] for case in cases}
+    return {case.name: results[case.name] for case in cases}
 
 
 def _result(case: ExperimentCase, threads: int) -> tuple[str, dict]:
@@ -204,14 +204,14 @@ def _sources(results: dict[str, dict]) -> dict:
 
     Raises ``DataError`` if a source was not the same for two cases.
     """
-    known: dict[str, str] = {}
+    sources: dict[str, str] = {}
     models: dict[str, str] = {}
     for case, result in results.items():
         model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():
-            if known.get(name, value) != value and models[name] != model:
+            if sources.get(name, value) != value and models[name] != model:
                 name = f"{name}, {model}"
-            if known.setdefault(name, value) != value:
-                raise DataError(f"{name} is {value} for {case}, {known[name]} before: begin again with --recompute")
+            if sources.setdefault(name, value) != value:
+                raise DataError(f"{name} is {value} for {case}, {sources[name]} before: begin again with --recompute")
             models.setdefault(name, model)
-    return known
+    return sources

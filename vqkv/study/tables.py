@@ -49,10 +49,10 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
 
 def published(name: str) -> pd.DataFrame:
     """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
-    if found := stored(f"published/{name}"):
-        return found[0]
-    known = (repository_root() / "results/published").glob("*.csv")
-    raise UnknownNameError("published table", name, [path.stem for path in known])
+    if pair := stored(f"published/{name}"):
+        return pair[0]
+    paths = (repository_root() / "results/published").glob("*.csv")
+    raise UnknownNameError("published table", name, [path.stem for path in paths])
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
@@ -62,10 +62,10 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
-def known(name: str) -> pd.DataFrame:
+def stored_table(name: str) -> pd.DataFrame:
     """Return a table as it is stored. Raises ``UnknownNameError`` for one that is not there."""
-    if found := stored(name):
-        return found[0]
+    if pair := stored(name):
+        return pair[0]
     raise UnknownNameError("table", name, stored_names())
 
 
@@ -76,8 +76,8 @@ def stored_names() -> list[str]:
 
 def provenance(name: str, root: Path | None = None) -> dict:
     """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
-    if found := _provenance(root or repository_root(), name):
-        return found
+    if filed := _provenance(root or repository_root(), name):
+        return filed
     raise UnknownNameError("table", name, stored_names())
 
 
@@ -108,7 +108,7 @@ def output_root() -> Path:
 
 
 def write_atomically(path: Path, data: bytes) -> str:
-    """Write the whole file or leave the old one (``replacing``); folders are made. Returns the sha256."""
+    """Write the complete file or leave the old one (``replacing``); folders are made. Returns the sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(data)
@@ -155,7 +155,7 @@ def _read_csv(data: bytes, columns: dict[str, str] | None = None) -> pd.DataFram
 
 
 def _store(root: Path, name: str, frame: pd.DataFrame, record: dict) -> None:
-    """As a CSV that keeps six digits, and each column's type beside it: a CSV alone does not tell 1 from 1.0."""
+    """As a CSV that keeps six digits, and each column's type next to it: CSV does not distinguish 1 from 1.0."""
     sources = plain(frame.attrs.get("sources", {}), f"attrs['sources'] of table {name!r}")
     if any(level is not None for level in frame.index.names):
         frame = frame.reset_index()

@@ -110,11 +110,11 @@ def ours(kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset
 
 def chosen(systems: list[str]) -> list[str]:
     """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
-    known = [*THEIRS, *ours(), *KEPT]
-    check_known("system", systems, known)
+    labels = [*THEIRS, *ours(), *KEPT]
+    check_known("system", systems, labels)
     asked = (MID, "live", "cachegen", "kvtc")  # by pages 08 and 13 alone
-    usual = [label for label in known if not label.startswith(asked)]
-    return [label for label in known if label in (systems or usual)]
+    usual = [label for label in labels if not label.startswith(asked)]
+    return [label for label in labels if label in (systems or usual)]
 
 
 def contenders(
@@ -123,17 +123,17 @@ def contenders(
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
     and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
     another label."""
-    wanted, found = ours(kmeans_iterations, seed), {}
+    wanted, by_label = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
     for label in tqdm(chosen(systems), desc="calibrate", leave=False, disable=None):
         if label in THEIRS:
             try:
-                found[label] = THEIRS[label]()
+                by_label[label] = THEIRS[label]()
             except ImportError as error:
                 warnings.warn(f"{label} is left out: {error}", stacklevel=2)
         else:
-            found[label] = KeepingDecoded(fitted(KEPT[label])) if label in KEPT else fitted(label)
-    return found
+            by_label[label] = KeepingDecoded(fitted(KEPT[label])) if label in KEPT else fitted(label)
+    return by_label
 
 
 def prepared(model, systems: list[str], seed: int = 0) -> dict:
@@ -166,8 +166,8 @@ def stored_bytes(cache, system) -> int:
     return tensor_bytes(cache, system) - tensor_bytes(system)
 
 
-def check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise ``UnknownNameError`` for a name that is not among those known."""
+def check_known(kind: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """Raise ``UnknownNameError`` for a name that is not among the ``valid`` ones."""
     for name in names:
-        if name not in known:
-            raise UnknownNameError(kind, name, known)
+        if name not in valid:
+            raise UnknownNameError(kind, name, valid)

@@ -71,11 +71,11 @@ class Problem:
         rows."""
         case = Case(self, implementation, call)
         if expected is not None:
-            found = (read(call()) if read else call())[: len(expected)].to(expected.device)
+            result = (read(call()) if read else call())[: len(expected)].to(expected.device)
             if expected.is_floating_point():
-                case.error = float((found.double() - expected).norm() / expected.double().norm())
+                case.error = float((result.double() - expected).norm() / expected.double().norm())
             else:
-                case.equal = float((found == expected).all(dim=-1).double().mean())
+                case.equal = float((result == expected).all(dim=-1).double().mean())
         self.cases.append(case)
 
     def add_ours(self, kernel: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:

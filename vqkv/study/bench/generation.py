@@ -50,8 +50,8 @@ def latency(
         going = {label: Generation(model, system) for label, system in compared.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             run = {"batch": batch, "context": context, "generated": generated}
-            found = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)
-            rows += [run | row | shared for row in found]
+            times = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)
+            rows += [run | row | shared for row in times]
     return rows
 
 
@@ -82,11 +82,11 @@ def timed_run(going: dict[str, "Generation"], tokens: torch.Tensor, generated: i
 
 
 def _times(steps: np.ndarray, uncompressed: np.ndarray) -> dict[str, float]:
-    found, added = {"mean_ms": steps.mean()}, steps - uncompressed
+    summary, added = {"mean_ms": steps.mean()}, steps - uncompressed
     for name, values in (("decode", steps), ("slowdown", steps / uncompressed)):
         middle = "decode_ms" if name == "decode" else name
-        found |= zip((f"{name}_q1", middle, f"{name}_q3"), np.percentile(values, (25, 50, 75)).tolist(), strict=True)
-    return found | {"added_ms": np.median(added), "added_mean_ms": added.mean()}
+        summary |= zip((f"{name}_q1", middle, f"{name}_q3"), np.percentile(values, (25, 50, 75)).tolist(), strict=True)
+    return summary | {"added_ms": np.median(added), "added_mean_ms": added.mean()}
 
 
 class Generation:
@@ -139,8 +139,8 @@ def peak_memory(
     fresh, rows = multiprocessing.get_context("spawn"), []
     with ProcessPoolExecutor(1, mp_context=fresh, max_tasks_per_child=1) as pool:
         for label, system in tqdm(made.items(), desc="peak", leave=False, disable=None):
-            found = pool.submit(generate_once, random, system, sizes, chunk_size, threads).result()
-            rows.append({"system": label} | found | about)
+            sizes_mb = pool.submit(generate_once, random, system, sizes, chunk_size, threads).result()
+            rows.append({"system": label} | sizes_mb | about)
     return rows
 
 
@@ -160,8 +160,8 @@ def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, thre
             generation.step()
         decode = _peak(model.device) - before
     stored, report = generation.stored_bytes, getattr(generation.cache, "report", None)
-    found = {"stored": stored, "resident": report().resident_bytes if report else stored}
-    return {f"{name}_mb": size / 1e6 for name, size in (found | {"prefill": prefill, "decode": decode}).items()}
+    nbytes = {"stored": stored, "resident": report().resident_bytes if report else stored}
+    return {f"{name}_mb": size / 1e6 for name, size in (nbytes | {"prefill": prefill, "decode": decode}).items()}
 
 
 def _keep_nothing_freed() -> None:
@@ -169,7 +169,7 @@ def _keep_nothing_freed() -> None:
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 1 << 16)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; told so, glibc does not raise it
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; if set, glibc does not raise it
 
 
 def _prefilled(model, system, chunks: list[torch.Tensor]) -> Generation:

@@ -1,4 +1,4 @@
-"""Speed of the kernels beside other libraries, plain torch and the roofline of the same machine, all in one process;
+"""Speed of the kernels next to other libraries, plain torch and the roofline of the same machine, all in one process;
 one tidy row per operation, format, implementation and shape."""
 
 import math
@@ -51,8 +51,8 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
         probes = _probes(made.device.partition(":")[0])
         for name in tqdm(operations or OPERATIONS, desc="bench", unit="operation", leave=False, disable=None):
             cases = probes + [case for problem in OPERATIONS[name](made) for case in problem.cases]
-            found = in_turn([case.call for case in cases], repetitions, made.device)
-            for case, taken in zip(cases, found, strict=True):
+            laps = in_turn([case.call for case in cases], repetitions, made.device)
+            for case, taken in zip(cases, laps, strict=True):
                 times[case] += taken
                 case.call = case.call if case in probes else dict  # frees the problem's tensors
     copy, *products = (1e3 * case.problem.work.values / min(times[case]) for case in probes)  # when least busy

@@ -84,15 +84,15 @@ def trellis(direction: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def way_back(sizes: Sizes) -> Iterator[Problem]:
-    """Read keys of 2 heads of 128 channels in designs of ``best(1.8)``, by head and predicted, whole and by parts."""
+    """Read keys of 2 heads of 128 channels in designs of ``best(1.8)``, by head and predicted, all and by parts."""
     mix = gaussian(HEADS, HEAD_DIM, HEAD_DIM, seed=sizes.seed) * 2 ** torch.linspace(0, -DECAY, HEAD_DIM)[:, None]
     train, x = (gaussian(1, HEADS, n, HEAD_DIM, seed=n) @ mix for n in (4096, _whole_blocks(sizes)))
     train, x = train.to(sizes.device), x.to(sizes.device)
     yield from _parts("by head", train, x)
-    known = {("key", 0): x, ("value", 0): x}
-    rows = inputs(known, known, x).flatten(0, 1)
+    sources = {("key", 0): x, ("value", 0): x}
+    rows = inputs(sources, sources, x).flatten(0, 1)
     predictor = Linear(1e-1).fit(lambda: iter([(rows, rows[:, : HEADS * HEAD_DIM])]))
-    yield from _parts("predicted", train, x, partial(Prediction(predictor, tuple(known)), known, x))
+    yield from _parts("predicted", train, x, partial(Prediction(predictor, tuple(sources)), sources, x))
 
 
 def _parts(design: str, train: Tensor, x: Tensor, prediction: Callable | None = None) -> Iterator[Problem]:

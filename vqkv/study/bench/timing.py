@@ -8,18 +8,18 @@ from torch.utils.benchmark.utils.common import set_torch_threads as num_threads
 
 __all__ = ["in_turn", "num_threads"]
 
-SHORTEST = 2e-3  # seconds that one turn takes at least, in a call or many
-PATIENCE = 1e3  # milliseconds: what has taken so long gets no further turn
-LEAST_TURNS = 3  # turns that everything gets all the same
+SHORTEST = 2e-3  # seconds that one repetition takes at least, in a call or many
+PATIENCE = 1e3  # milliseconds: what has taken so long is not repeated
+MIN_REPETITIONS = 3  # repetitions that everything gets all the same
 
 
 def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[list[float]]:
-    """Milliseconds of every call, each at ``repetitions`` turns after a warm-up, slow ones at fewer."""
+    """Milliseconds of every call, each ``repetitions`` times after a warm-up, slow ones fewer."""
     clock = gpu_times if device.startswith("cuda") else cpu_times
     times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repetitions):
+    for repetition in range(repetitions):
         for call, taken in zip(calls, times, strict=True):
-            if turn < LEAST_TURNS or sum(taken) < PATIENCE:
+            if repetition < MIN_REPETITIONS or sum(taken) < PATIENCE:
                 taken += clock(call)
     return times
 

@@ -40,14 +40,14 @@ def encode(sizes: Sizes) -> Iterator[Problem]:
     shapes += [(sizes.sweep_rows, depth, largest) for depth in sizes.depths]
     for shape in dict.fromkeys(shapes):
         x, codebooks = problem(sizes, *shape)
-        found = named("rvq_encode", x, codebooks, roofline.encode(x, codebooks))
+        case = named("rvq_encode", x, codebooks, roofline.encode(x, codebooks))
         expected = reference.rvq_encode(x[:CHECKED], codebooks)
-        found.add_ours("rvq_encode", x, x, codebooks, expected=expected)
-        found.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, x=x), expected)
-        found.add_peer("faiss beam 1", partial(peers.faiss_encode, codebooks, x), expected)
+        case.add_ours("rvq_encode", x, x, codebooks, expected=expected)
+        case.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, x=x), expected)
+        case.add_peer("faiss beam 1", partial(peers.faiss_encode, codebooks, x), expected)
         if shape == shapes[0]:
-            found.add("matrix products alone", partial(products, x, codebooks.mT.contiguous()))
-        yield found
+            case.add("matrix products alone", partial(products, x, codebooks.mT.contiguous()))
+        yield case
 
 
 def products(x: Tensor, weights: Tensor) -> None:
@@ -61,11 +61,11 @@ def products(x: Tensor, weights: Tensor) -> None:
 def encode_beam(sizes: Sizes) -> Iterator[Problem]:
     """Beam search, which keeps four candidates."""
     x, codebooks = problem(sizes, max(1, sizes.sweep_rows // BEAM))
-    found = named(f"rvq_encode_beam{BEAM}", x, codebooks, roofline.encode(x, codebooks, BEAM))
+    case = named(f"rvq_encode_beam{BEAM}", x, codebooks, roofline.encode(x, codebooks, BEAM))
     expected = reference.rvq_encode(x[:64], codebooks, BEAM)
-    found.add(ours("rvq_encode", x, x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
-    found.add_peer(f"faiss beam {BEAM}", partial(peers.faiss_encode, codebooks, x, beam=BEAM), expected)
-    yield found
+    case.add(ours("rvq_encode", x, x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
+    case.add_peer(f"faiss beam {BEAM}", partial(peers.faiss_encode, codebooks, x, beam=BEAM), expected)
+    yield case
 
 
 def decode(sizes: Sizes) -> Iterator[Problem]:
@@ -73,11 +73,11 @@ def decode(sizes: Sizes) -> Iterator[Problem]:
     x, codebooks = problem(sizes, sizes.rows)
     codes, values = kernels.rvq_encode(x, codebooks), x.numel()
     work = Demand(values * len(codebooks), codes.nbytes + codebooks.nbytes + 4 * values, values)  # an addition a stage
-    found, expected = named("rvq_decode", x, codebooks, work), reference.rvq_decode(codes, codebooks)
-    found.add_ours("rvq_decode", x, codes, codebooks, expected=expected)
-    found.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, codes=codes), expected)
-    found.add_peer("faiss", partial(peers.faiss_decode, codebooks, codes), expected)
-    yield found
+    case, expected = named("rvq_decode", x, codebooks, work), reference.rvq_decode(codes, codebooks)
+    case.add_ours("rvq_decode", x, codes, codebooks, expected=expected)
+    case.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, codes=codes), expected)
+    case.add_peer("faiss", partial(peers.faiss_decode, codebooks, codes), expected)
+    yield case
 
 
 def statistics(sizes: Sizes) -> Iterator[Problem]:
@@ -87,9 +87,9 @@ def statistics(sizes: Sizes) -> Iterator[Problem]:
     expected = reference.rvq_statistics(x, codes, codebooks)
     moved = x.nbytes + codes.nbytes + codebooks.nbytes + sum(each.nbytes for each in expected) // 2  # fp32 would do
     work = Demand(2 * x.numel() * len(codebooks), moved, x.numel())  # a subtraction and an addition a stage
-    found = named("rvq_statistics", x, codebooks, work)
-    found.add_ours("rvq_statistics", x, x, codes, codebooks, expected=expected[1], read=itemgetter(1))
-    yield found
+    case = named("rvq_statistics", x, codebooks, work)
+    case.add_ours("rvq_statistics", x, x, codes, codebooks, expected=expected[1], read=itemgetter(1))
+    yield case
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -56,14 +56,14 @@ def calibration_text(
 
 
 def against_own(table: pd.DataFrame, train_seqs: int) -> pd.DataFrame:
-    """Every other calibration beside that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
+    """Every other calibration next to that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
     system. ``ratio``: its KL over the latter's, with the 95% interval over windows, ``low`` to ``high``; NaN where it
     was refused. ``more_bits``: what it takes more of stored bits."""
     keys, numbers = ["model", "system", "nominal_bits", "test_corpus"], ["kl_mean", "bits_per_value", "kl_each"]
     own = (table["train_corpus"] == table["test_corpus"]) & (table["train_seqs"] == train_seqs)
     both = table[~own].merge(table.loc[own, keys + numbers], on=keys, suffixes=("", "_own"))
-    known = both[both["kl_mean"].notna() & both["kl_mean_own"].notna()]
-    pairs = zip(known["kl_each"], known["kl_each_own"], strict=True)
+    finite = both[both["kl_mean"].notna() & both["kl_mean_own"].notna()]
+    pairs = zip(finite["kl_each"], finite["kl_each_own"], strict=True)
     ratios = [paired_ratio(str(other).split(), str(ours).split()) for other, ours in pairs]
-    both = both.join(pd.DataFrame(ratios, known.index, ["ratio", "low", "high"]))
+    both = both.join(pd.DataFrame(ratios, finite.index, ["ratio", "low", "high"]))
     return both.assign(more_bits=both["bits_per_value"] - both["bits_per_value_own"])

@@ -113,9 +113,9 @@ def tokens_kept_exact(compressor) -> float:
 
 def explained_by_layer(subject: Subject, compressor, tokens: torch.Tensor) -> dict[LayerRole, float]:
     """EVR of the keys and the values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
-    known, ratios, pre_rope = compressor.new_pass(), {}, compressor.settings.pre_rope
+    reconstructions, ratios, pre_rope = compressor.new_pass(), {}, compressor.settings.pre_rope
     for layer, pair in enumerate(zip(*subject.exact.keys_and_values(tokens, pre_rope), strict=True)):
-        for role, x, x_hat in zip(ROLES, pair, compressor.reconstruct(layer, *pair, known), strict=True):
+        for role, x, x_hat in zip(ROLES, pair, compressor.reconstruct(layer, *pair, reconstructions), strict=True):
             x = x[:, :, : x_hat.shape[2]]
             ratios[role, layer] = explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat))
     return ratios

@@ -54,7 +54,7 @@ def comparison(
 
 
 def _generated(subject: Subject, compressor, text_len: int) -> dict:
-    """Time of a token and resident memory after a text, beside those of an uncompressed cache."""
+    """Time of a token and resident memory after a text, next to those of an uncompressed cache."""
     tokens = subject.text("test", [1, text_len], subject.seed).to(subject.model.device)
     both = {"": compressor, "_exact": Uncompressed()}
     going = {suffix: Generation(subject.model, system) for suffix, system in both.items()}

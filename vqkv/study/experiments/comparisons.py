@@ -45,25 +45,25 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
         at, their_kl = theirs[bits].mean(), windows(theirs)
         mine = table[table["model"] == model]
         rated = ((name, _interpolated(mine[mine["system"] == name], bits, at)) for name in designs)
-        found = {name: kl for name, kl in rated if kl is not None and len(kl.index.intersection(their_kl.index))}
+        kl_of = {name: kl for name, kl in rated if kl is not None and len(kl.index.intersection(their_kl.index))}
         label = {"model": model, "system": system, "nominal_bits": nominal, "bits": at}
-        if not found:
+        if not kl_of:
             rows.append(label | {"kl": their_kl.mean(), "better": "no rate"})
             continue
-        best = min(found, key=lambda name: found[name].mean())
-        rows.append(label | {"design": best} | _compared(their_kl, found[best]))
+        best = min(kl_of, key=lambda name: kl_of[name].mean())
+        rows.append(label | {"design": best} | _compared(their_kl, kl_of[best]))
     names = ("model", "system", "nominal_bits", "bits", "design", "kl", "our_kl", "ratio", "low", "high", "better")
     return pd.DataFrame(rows, columns=names)
 
 
 def windows(rows: pd.DataFrame) -> pd.Series:
     """KL of each window of one system at one rate, by seed and number."""
-    known = {
+    kl_of_window = {
         (seed, number): min(BROKEN_KL, float(kl)) if math.isfinite(float(kl)) else BROKEN_KL
         for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
         for number, kl in enumerate(str(each).split())
     }
-    return pd.Series(known, dtype=float)
+    return pd.Series(kl_of_window, dtype=float)
 
 
 def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
@@ -130,7 +130,7 @@ def proxy_correlations(
     """
     table = table.assign(unexplained=1 - table["evr"])
     mean = table.groupby(["model", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()
-    found = []
+    correlations = []
     for (band, (least, most)), (model, mine), task in itertools.product(
         bands.items(), mean.groupby("model", sort=False), tasks
     ):
@@ -139,13 +139,13 @@ def proxy_correlations(
         for proxy in proxies:
             sign = -1 if proxy == "top1" else 1
             about = {"bits": band, "model": model, "task": task, "proxy": proxy, "systems": len(mine)}
-            found.append(about | _correlated(sign * mine[proxy], lost))
-    return pd.DataFrame(found)
+            correlations.append(about | _correlated(sign * mine[proxy], lost))
+    return pd.DataFrame(correlations)
 
 
 def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
-    known = proxy.notna() & lost.notna()
-    pairs, rng = np.stack([proxy[known], lost[known]]), np.random.default_rng(0)
+    finite = proxy.notna() & lost.notna()
+    pairs, rng = np.stack([proxy[finite], lost[finite]]), np.random.default_rng(0)
     drawn = _spearman(pairs[:, rng.integers(pairs.shape[1], size=(DRAWS, pairs.shape[1]))])
     drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else np.array([math.nan])
     low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])

@@ -29,7 +29,7 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
         by_layer = zip(codecs[0], codecs[1], roles[i], strict=True)
-        layers = [_layer(stage, place, x.float()) for stage, place, x in by_layer]
+        layers = [_layer(stage, position, x.float()) for stage, position, x in by_layer]
         means = {name: statistics.mean(layer[name] for layer in layers) for name in layers[0]}
         rows.append({"model": subject.name, "codec": codec, "role": role} | means)
     return rows
@@ -38,8 +38,8 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
 def _layer(by_stage, by_place, x) -> dict[str, float]:
     """Bits a value of the codes by way of coding them."""
     inner = by_place.quantizer.quantizer
-    found = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
+    bits = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
     for name, codec in (("by_stage", by_stage), ("by_place", by_place)):
         payload = codec.encode(x)
-        found[name] = 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
-    return found | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}
+        bits[name] = 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
+    return bits | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}

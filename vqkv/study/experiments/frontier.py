@@ -60,10 +60,10 @@ def _cases(
     subject: Subject, seeds: list[int], systems: list[str], vqllm: dict, learning: dict,
     designs: Sequence[str] = (), bits: Sequence[float] = (),
 ) -> list[dict]:  # fmt: skip
-    known = [*published(vqllm, learning["sink_tokens"], 0)]
-    if unknown := set(systems) - set(known):
-        raise UnknownNameError("system", min(unknown), known)
-    wanted = [label for label in known if label in (systems or known)]
+    labels = [*published(vqllm, learning["sink_tokens"], 0)]
+    if unknown := set(systems) - set(labels):
+        raise UnknownNameError("system", min(unknown), labels)
+    wanted = [label for label in labels if label in (systems or labels)]
     listed: list[tuple[str, float]] = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
     listed += [(design, rate) for rate, design in itertools.product(bits, designs) if exists(design, rate)]
     return [

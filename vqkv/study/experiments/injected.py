@@ -56,10 +56,10 @@ def outlier_channels(subject: Subject, size: float):
     """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
     layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
-    for turn, heads in zip(filter(None, rotations(subject.model)), factors, strict=True):
+    for rotation, heads in zip(filter(None, rotations(subject.model)), factors, strict=True):
         for head in heads:
-            start = int(torch.randint(len(turn.first) - PAIRS + 1, (1,), generator=generator))
-            for half in (turn.first, turn.second):
+            start = int(torch.randint(len(rotation.first) - PAIRS + 1, (1,), generator=generator))
+            for half in (rotation.first, rotation.second):
                 head[half[start : start + PAIRS]] = size
     return inject(subject.model, keys=factors)
 
@@ -74,8 +74,8 @@ def key_bias(subject: Subject, size: float):
     """``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
     layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
-    for turn, layer in zip(filter(None, rotations(subject.model)), bias, strict=True):
-        layer[:, int(turn.first[turn.angle.abs().argmin()])] = size
+    for rotation, layer in zip(filter(None, rotations(subject.model)), bias, strict=True):
+        layer[:, int(rotation.first[rotation.angle.abs().argmin()])] = size
     return inject(subject.model, key_bias=bias)
 
 
@@ -94,14 +94,14 @@ def _loud(model) -> torch.Tensor:
 def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
     """Values stay in 16 bits."""
     shared = {"codebook_size": codebook_size, "kmeans_iterations": 4, "seed": seed}
-    found = {
+    preset_of = {
         f"vqllm {label}": presets.vqllm(size // 4, group_size=size, key_grouping=label.split(",")[0], **shared)
         for label, size in GROUPINGS.items()
     }
-    found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2), "quanto 4": presets.quanto(4)}
-    found |= {"higgs 2": presets.higgs(2), "grid 2, not rotated": presets.crossed("grid", 2, rotation="none")}
-    found |= {"Fisher-weighted PCA 2": presets.crossed("uniform", 2, rotation="fisher_pca", merged=False)}
-    return {label: dataclasses.replace(preset, value_codec=Fp16) for label, preset in found.items()}
+    preset_of |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2), "quanto 4": presets.quanto(4)}
+    preset_of |= {"higgs 2": presets.higgs(2), "grid 2, not rotated": presets.crossed("grid", 2, rotation="none")}
+    preset_of |= {"Fisher-weighted PCA 2": presets.crossed("uniform", 2, rotation="fisher_pca", merged=False)}
+    return {label: dataclasses.replace(preset, value_codec=Fp16) for label, preset in preset_of.items()}
 
 
 def _framework(codebook_size: int, seed: int) -> dict[str, presets.Preset]:

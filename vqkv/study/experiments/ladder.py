@@ -1,4 +1,4 @@
-"""Notebook 05: the VQ quality framework's tiers as files, and eviction beside them."""
+"""Notebook 05: the VQ quality framework's tiers as files, and eviction with them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from vqkv.study.sweep import experiment, product
 RATIOS = ("ratio_every_fp32", "ratio_live_fp16")
 # What keyframes and deltas are stored as.
 EXACT: dict[str, tuple[Any, str]] = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}
-EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
+EVICTED, NOT_EVICTED = "4-bit deltas + H2O", "4-bit deltas"
 TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
 CODECS = ("fp16", "vqllm")
 DAMAGE = ("kl_mean", "kl_low", "kl_high", "kl_std", "kl_worst", "kl_floor", "ppl_exact", "ppl", "top1")
@@ -28,12 +28,12 @@ EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:
-    """The rows; the evicted tier's bytes are those of the whole one, less what its last keyframe loses."""
-    whole = next((row for row in rows if row["tier"] == WHOLE), {})
+    """The rows; the evicted tier's bytes are those of the complete one, less what its last keyframe loses."""
+    complete = next((row for row in rows if row["tier"] == NOT_EVICTED), {})
     for row in (row for row in rows if row["tier"] == EVICTED):
-        saved, stored = row.pop("saved_bytes"), whole["live_fp16_bytes"] / whole["ratio_live_fp16"]
-        less = {name: whole[name] - saved for name in ("file_bytes", "keyframe_bytes")}
-        row |= whole | less | {name: whole[name] * stored / (stored - saved) for name in RATIOS} | row
+        saved, stored = row.pop("saved_bytes"), complete["live_fp16_bytes"] / complete["ratio_live_fp16"]
+        less = {name: complete[name] - saved for name in ("file_bytes", "keyframe_bytes")}
+        row |= complete | less | {name: complete[name] * stored / (stored - saved) for name in RATIOS} | row
     return rows
 
 
@@ -72,10 +72,12 @@ def _evicted(subject: Subject, live, interval: int, retain: float, recent: float
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
-    whole, evicted = (Stream(_one_keyframe(live, last, index), "fp32", "exact", 1).report() for index in (None, kept))
+    complete, evicted = (
+        Stream(_one_keyframe(live, last, index), "fp32", "exact", 1).report() for index in (None, kept)
+    )
     settings = {"prompt_len": steps, "batch_size": len(tokens), "reconstruction": False, "exact": subject.exact}
     row = evaluate(subject.model, H2O(exact_compressor(subject), retain, recent), tokens, "snapshot", **settings)
-    saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
+    saved = {"saved_bytes": complete["keyframe_bytes"] - evicted["keyframe_bytes"]}
     return saved | {name: row[name] for name in DAMAGE}
 
 

@@ -1,4 +1,4 @@
-"""Notebook 15: a preset that a page defines, measured beside published ones."""
+"""Notebook 15: a preset that a page defines, measured with published ones."""
 
 import dataclasses
 import linecache
@@ -73,19 +73,19 @@ def imported(definition: str) -> ModuleType:
 def _reloaded(compressor: Compressor) -> Compressor:
     with tempfile.TemporaryDirectory() as folder:
         compressor.save_pretrained(folder)
-        found = Compressor.from_pretrained(folder)
-    if found.fingerprint != compressor.fingerprint:
+        loaded = Compressor.from_pretrained(folder)
+    if loaded.fingerprint != compressor.fingerprint:
         raise DataError(f"{compressor.name} is another one after save and load: what it learns must be buffers")
-    return found
+    return loaded
 
 
 def neighbours(table: pd.DataFrame, system: str, bits: str, within: float) -> pd.DataFrame:
     """Compare, by ``at_equal_bits``, what lies ``within`` so many ``bits`` (a column) of one of ``system``'s rates."""
-    found = []
+    comparisons = []
     for _, rows in table.groupby("model", sort=False):
         at = rows.groupby(["system", "nominal_bits"])[bits].transform("mean").to_numpy()
         own = (rows["system"] == system).to_numpy()
         near = np.abs(at[:, None] - at[own]).min(axis=1) <= within
         others = [name for name in dict.fromkeys(rows["system"][near]) if name != system]
-        found.append(at_equal_bits(rows[near | own], others, [system], bits).sort_values("bits"))
-    return pd.concat(found, ignore_index=True)
+        comparisons.append(at_equal_bits(rows[near | own], others, [system], bits).sort_values("bits"))
+    return pd.concat(comparisons, ignore_index=True)

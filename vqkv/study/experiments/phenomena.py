@@ -39,21 +39,21 @@ def phenomena(subject: Subject) -> list[dict]:
     """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
     model, tokens = subject.model, subject.test
     strength, uniform = probes.sink_strength(model, tokens), [1 / i for i in range(17, tokens.shape[1] + 1)]
-    found = {
+    value_of = {
         "attention to the first token, mean over heads": strength.mean().item(),
         "attention to the first token, strongest head": strength.max().item(),
         "attention to the first token if it were uniform": statistics.mean(uniform),
     }
     for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
         ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
-        found[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
-        found[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
+        value_of[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
+        value_of[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
     evr = probes.interlayer_evr(model, subject.train, tokens)
-    found["hidden size"] = model.config.get_text_config().hidden_size
-    found["KV width"] = kv_width(subject.about)
-    found["EVR of K from K of the layer before"] = statistics.mean(evr["key"])
-    found["EVR of V from V of the layer before and its own K"] = statistics.mean(evr["value"])
-    return [{"model": subject.name, "quantity": name, "value": value} for name, value in found.items()]
+    value_of["hidden size"] = model.config.get_text_config().hidden_size
+    value_of["KV width"] = kv_width(subject.about)
+    value_of["EVR of K from K of the layer before"] = statistics.mean(evr["key"])
+    value_of["EVR of V from V of the layer before and its own K"] = statistics.mean(evr["value"])
+    return [{"model": subject.name, "quantity": name, "value": value} for name, value in value_of.items()]
 
 
 @experiment()
@@ -70,5 +70,5 @@ def noise_floor(exact, tokens: torch.Tensor, chunk_size: int = 32) -> dict[str, 
         raise DataError(f"chunk_size {chunk_size} leaves nothing of {tokens.shape[1]} tokens to compare: use less")
     pieces = [len(piece) for piece in torch.arange(tokens.shape[1]).split(chunk_size)]
     logits, _ = exact(tokens)
-    found = {name: floor_kl(exact.model, logits, tokens, pieces, dtype) for name, dtype in DTYPES.items()}
-    return {name: kl[:, chunk_size:-1].mean().item() for name, kl in found.items()}
+    kl_of = {name: floor_kl(exact.model, logits, tokens, pieces, dtype) for name, dtype in DTYPES.items()}
+    return {name: kl[:, chunk_size:-1].mean().item() for name, kl in kl_of.items()}

@@ -82,7 +82,7 @@ def catalogue(reach: int) -> dict[str, list[Probe]]:
         layers = [f"{own}-{back}" for back in range(1, reach + 1)]
         pairs = [f"K-{back}+V-{back}" for back in range(1, reach + 1)]
         tokens = [f"{own}@T-{back}" for back in range(1, reach + 1)]
-        found = {
+        sources_of = {
             "between layers": [*layers, f"{other}-1", pairs[0], "+".join(layers), "+".join(pairs)],
             "between tokens": [*tokens, f"{other}@T-1", "K@T-1+V@T-1", "+".join(tokens)],
             "within a layer": [other],
@@ -90,7 +90,7 @@ def catalogue(reach: int) -> dict[str, list[Probe]]:
                 f"{own}-1+{own}@T-1", f"{pairs[0]}+K@T-1+V@T-1", f"{own}-1+{other}", f"{pairs[0]}+{other}",
             ],
         }  # fmt: skip
-        for group, sources in found.items():
+        for group, sources in sources_of.items():
             groups.setdefault(group, []).extend(Probe(own, source) for source in dict.fromkeys(sources))
     groups["shuffled"] = [Probe("K~shuffled", "K-1"), Probe("V~shuffled", "V-1+K")]
     return groups

@@ -34,13 +34,13 @@ PUBLISHED = {
     "aqua higgs 2, K only": "w/o V predictor",
     "aqua higgs 2, V only": "w/o K predictor",
 }  # our row -> the source's name for it
-CHOICES = {  # further claims of the deck, each system beside another on the same tokens
+CHOICES = {  # further claims of the deck, each system with another on the same tokens
     "aqua higgs 2": presets.aqua(presets.higgs(2)),
     "aqua higgs 2, window 0": presets.aqua(presets.higgs(2), recent_window=0),
     "kvsharer, 1 pair": presets.kvsharer(1),
     "kvsharer, 2 pairs": presets.kvsharer(2),
 }
-BESIDE = {  # a system -> the one that it is compared with
+BASELINE = {  # a system -> the one that it is compared with
     "aqua higgs 2, window 0": "aqua higgs 2",
     "kvsharer, 1 pair": "aqua higgs 2",
     "kvsharer, 2 pairs": "kvsharer, 1 pair",
@@ -140,20 +140,20 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
     chosen = (presets.aqua(presets.higgs(bits), sink_tokens=0), presets.higgs(bits, sink_tokens=0))
     compressor, alone = (subject.calibrated(preset, batch_size) for preset in chosen)
     restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
-    for place, prediction in compressor.predictions.items():
-        y, row = exact[place], {"model": subject.name, "bits": bits, "role": place[0], "layer": place[1]}
+    for (role, layer), prediction in compressor.predictions.items():
+        y, row = exact[role, layer], {"model": subject.name, "bits": bits, "role": role, "layer": layer}
         read = prediction.predictor(inputs(restored, prediction.sources, y))
         row["evr"] = explained_variance_ratio(side_by_side(y), read)
-        rows.append(row | {"mse": _error(y, restored[place]), "mse_alone": _error(y, without[place])})
+        rows.append(row | {"mse": _error(y, restored[role, layer]), "mse_alone": _error(y, without[role, layer])})
     return rows
 
 
 def _restored(exact: dict, compressor) -> dict:
     """Keys and values by role and layer, as they are read back."""
     restored: dict = {}
-    known = compressor.new_pass()
+    reconstructions = compressor.new_pass()
     for layer in range(len(compressor.codecs)):
-        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], reconstructions)
         restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
     return restored
 
@@ -163,18 +163,18 @@ def _error(x, x_hat) -> float:
     return 1 - explained_variance_ratio(side_by_side(x), side_by_side(x_hat))
 
 
-def _beside(rows: list[dict]) -> list[dict]:
+def _with_ratios(rows: list[dict]) -> list[dict]:
     """The rows with the ratio to the system that each is compared with."""
-    known = {row["label"]: row["kl_each"].split() for row in rows}
+    kl_of = {row["label"]: row["kl_each"].split() for row in rows}
     for row in rows:
-        beside = BESIDE.get(row["label"], "none")
-        beside = beside if beside in known else "none"
-        ratios = paired_ratio(known[row["label"]], known[beside]) if beside != "none" else [math.nan] * 3
-        row |= {"beside": beside} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
+        baseline = BASELINE.get(row["label"], "none")
+        baseline = baseline if baseline in kl_of else "none"
+        ratios = paired_ratio(kl_of[row["label"]], kl_of[baseline]) if baseline != "none" else [math.nan] * 3
+        row |= {"beside": baseline} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
     return rows
 
 
-@experiment(lambda: product(label=CHOICES), finish=_beside)
+@experiment(lambda: product(label=CHOICES), finish=_with_ratios)
 def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: int, batch_size: int) -> dict:
     """Measure ``CHOICES``, ``snapshot`` protocol, all on the same tokens whatever their window; a row a system.
 

@@ -120,8 +120,8 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
     sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
     settings = len(kv_layers(model)), AQUA_STRENGTH
-    found = {role: explained_variance(sums, judged, [probe], *settings) for role, probe in probes.items()}
-    return {role: [row["evr"] for row in rows] for role, rows in found.items()}
+    rows_of = {role: explained_variance(sums, judged, [probe], *settings) for role, probe in probes.items()}
+    return {role: [row["evr"] for row in rows] for role, rows in rows_of.items()}
 
 
 def shuffled(seed: int) -> Form:
@@ -153,9 +153,9 @@ def reconstructed(preset: Preset) -> Form:
 
 
 def _block(text: str, layer: int) -> Block:
-    found = PART.fullmatch(text)
-    assert found, text
-    role, back, lag, form = found.groups()
+    match = PART.fullmatch(text)
+    assert match, text
+    role, back, lag, form = match.groups()
     return Block(role, layer - int(back or 0), int(lag or 0), form or "")
 
 
@@ -164,11 +164,11 @@ def _features(captured, forms: dict[str, Form], start: int):
     roles, formed = dict(zip("KV", captured, strict=True)), {}
 
     def features(block: Block) -> torch.Tensor:
-        place = block.role, block.layer, block.form
-        if place not in formed:
+        key = block.role, block.layer, block.form
+        if key not in formed:
             x = roles[block.role][block.layer]
-            formed[place] = forms[block.form](x, block.role, block.layer) if block.form else x
-        x = formed[place]
+            formed[key] = forms[block.form](x, block.role, block.layer) if block.form else x
+        x = formed[key]
         return side_by_side(x[:, :, start - block.lag : x.shape[2] - block.lag]).flatten(0, 1).float()
 
     return features

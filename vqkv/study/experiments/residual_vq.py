@@ -29,7 +29,7 @@ TABLE_1 = {  # the residual VQ paper's rows: how key channels are grouped, if ke
     "key (strided) + value": ("strided", True),
 }
 
-CODEBOOKS = {"shared": (), "by group": (), "by head and group": (MergeHeads,)}  # who has codebooks of its own
+CODEBOOKS = {"shared": (), "by group": (), "by head and group": (MergeHeads,)}  # what has separate codebooks
 
 
 @experiment(lambda subject, seeds: product(subject=subject.each(seed=seeds), label=TABLE_1))

@@ -51,10 +51,10 @@ def _timed_prompt(model, ways: dict, tokens: torch.Tensor, rounds: int, folder: 
         stored.prefill(tokens[:, :-1])
         way.save(stored.cache, folder / label)
     rows = []
-    for turn in range(rounds + 1):  # the first warms up
-        found = {label: _ready(model, way, folder / label, tokens[:, -1:]) for label, way in ways.items()}
+    for repetition in range(rounds + 1):  # the first warms up
+        times = {label: _ready(model, way, folder / label, tokens[:, -1:]) for label, way in ways.items()}
         again = Generation(model, Uncompressed()).prefill(tokens)
-        rows += [{"system": label, "ready_ms": ms, "again_ms": again} for label, ms in found.items() if turn]
+        rows += [{"system": label, "ready_ms": ms, "again_ms": again} for label, ms in times.items() if repetition]
     medians = pd.DataFrame(rows).groupby("system").median().to_dict("index")
     about = [{"tokens": tokens.shape[1] - 1, "system": label} for label in ways]
     return [row | {"file_bytes": (folder / row["system"]).stat().st_size} | medians[row["system"]] for row in about]
@@ -90,12 +90,12 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
     ``bandwidth``: MB/s above which the fp16 file is ready first (infinite if it never is).
     """
     plain = times[times["system"] == FP16].set_index(["model", "tokens"])[["file_bytes", "ready_ms"]]
-    found = times.join(plain.add_prefix("plain_"), on=["model", "tokens"])
-    saved = found["plain_file_bytes"] - found["file_bytes"]
-    slower = (found["ready_ms"] - found["plain_ready_ms"]).clip(lower=0)
-    return found[["model", "tokens", "system"]].assign(
-        smaller=found["plain_file_bytes"] / found["file_bytes"],
-        faster=found["again_ms"] / found["ready_ms"],
+    joined = times.join(plain.add_prefix("plain_"), on=["model", "tokens"])
+    saved = joined["plain_file_bytes"] - joined["file_bytes"]
+    slower = (joined["ready_ms"] - joined["plain_ready_ms"]).clip(lower=0)
+    return joined[["model", "tokens", "system"]].assign(
+        smaller=joined["plain_file_bytes"] / joined["file_bytes"],
+        faster=joined["again_ms"] / joined["ready_ms"],
         bandwidth=(saved / 1e6) / (slower / 1e3),
     )
 

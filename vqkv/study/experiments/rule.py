@@ -38,16 +38,16 @@ def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
 
 def _hull(x: pd.Series, y: pd.Series) -> list:
     """Index of the points of the lower convex hull, x ascending, that go down (Andrew 1979)."""
-    found: list = []
+    hull: list = []
     for index in x.index:
-        while len(found) > 1:
-            (a, b), (c, d) = ((x[i] - x[found[-2]], y[i] - y[found[-2]]) for i in (found[-1], index))
+        while len(hull) > 1:
+            (a, b), (c, d) = ((x[i] - x[hull[-2]], y[i] - y[hull[-2]]) for i in (hull[-1], index))
             if a * d > b * c:
                 break
-            found.pop()
-        if not found or y[index] < y[found[-1]]:
-            found.append(index)
-    return found
+            hull.pop()
+        if not hull or y[index] < y[hull[-1]]:
+            hull.append(index)
+    return hull
 
 
 def cache_shape(model: str) -> Shape:
@@ -61,8 +61,8 @@ def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd
     at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
     mine, other = (searched[searched["system"] == name].sort_values("kl_mean") for name in (light, heavy))
     mine = mine[mine["kl_mean"].between(other["kl_mean"].min(), other["kl_mean"].max())].set_index("nominal_bits")
-    at, known = (rows["kl_mean"].apply(np.log).to_numpy() for rows in (mine, other))
-    bits, side = (np.interp(at, known, other[column].to_numpy()) for column in ("bits_per_value", "side_bytes"))
+    at, log_kl = (rows["kl_mean"].apply(np.log).to_numpy() for rows in (mine, other))
+    bits, side = (np.interp(at, log_kl, other[column].to_numpy()) for column in ("bits_per_value", "side_bytes"))
     return 8 * (side - mine["side_bytes"]) / values / (mine["bits_per_value"] - bits)
 
 
@@ -96,12 +96,12 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     count = losses[0].shape[1]
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
     ends = np.array([_ends(bits, [kl[:, each] for kl in losses], least, most) for each in [np.arange(count), *drawn]])
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for name, values in zip(ENDS, ends.T, strict=True):
-        known = values[1:][~np.isnan(values[1:])]
-        low, high = np.quantile(known, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(known) else (np.nan, np.nan)
-        found |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
-    return found
+        finite = values[1:][~np.isnan(values[1:])]
+        low, high = np.quantile(finite, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(finite) else (np.nan, np.nan)
+        shares |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
+    return shares
 
 
 def _ends(bits: list[np.ndarray], losses: list[np.ndarray], least: float, most: float) -> tuple[float, float]:
@@ -118,10 +118,10 @@ def _ends(bits: list[np.ndarray], losses: list[np.ndarray], least: float, most: 
 
 def against_best(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
     """``at_equal_bits`` of all systems at each of ``contexts``, ours by the rule. ``seen``: of ``by_rule``."""
-    found = []
+    comparisons = []
     for name in contexts:
         rows = seen.dropna(subset=[f"bits_{name}_x1"])
         rows = rows.assign(system=rows["system"].mask(rows["family"] == OURS, OURS))
         others = [system for system in dict.fromkeys(rows["system"]) if system != OURS]
-        found.append(at_equal_bits(rows, others, [OURS], f"bits_{name}_x1").assign(context=name))
-    return pd.concat(found).set_index(["context", "system"])
+        comparisons.append(at_equal_bits(rows, others, [OURS], f"bits_{name}_x1").assign(context=name))
+    return pd.concat(comparisons).set_index(["context", "system"])

@@ -59,8 +59,8 @@ def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
     """Return Sarle's bimodality coefficient (SAS/STAT; Pfister et al. 2013), and ``p``, how often normal samples reach
     it."""
     draws = np.random.default_rng(seed).standard_normal((DRAWS, len(x)))
-    found, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
-    return {"sarle": found.item(), "p": (drawn >= found).mean()}
+    coefficient, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
+    return {"sarle": coefficient.item(), "p": (drawn >= coefficient).mean()}
 
 
 def _sarle(x: np.ndarray) -> np.ndarray:

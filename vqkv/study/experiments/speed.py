@@ -43,6 +43,6 @@ def trade(table: pd.DataFrame) -> pd.DataFrame:
     packed = rows[rows["implementation"].str.startswith(OURS)].set_index("format")
     decoded = rows[rows["implementation"] == DECODED].set_index("format")
     bits = pd.Series({name: bits_per_value(name) for name in packed.index}, dtype=float)
-    found = {"bits": bits, "smaller": 16 / bits, "packed": packed["ratio_to_fp16"]}
-    found |= {"decoded": decoded["ratio_to_fp16"], "possible": packed["bound_ms"] / bound}
-    return pd.DataFrame(found, index=packed.index)
+    columns = {"bits": bits, "smaller": 16 / bits, "packed": packed["ratio_to_fp16"]}
+    columns |= {"decoded": decoded["ratio_to_fp16"], "possible": packed["bound_ms"] / bound}
+    return pd.DataFrame(columns, index=packed.index)

@@ -1,4 +1,4 @@
-"""Notebook 05: the VQ quality framework's threshold sweep, beside what it claims."""
+"""Notebook 05: the VQ quality framework's threshold sweep, next to what it claims."""
 
 import statistics
 from collections.abc import Callable

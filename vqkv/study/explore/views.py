@@ -43,7 +43,7 @@ def _fitted(system: str, subject: Subject) -> Compressor:
 
 
 class Dialogue:
-    """A conversation with a system's cache, beside an uncompressed cache that reads the same tokens."""
+    """A conversation with a system's cache, next to an uncompressed cache that reads the same tokens."""
 
     def __init__(self, system: str, subject: Subject):
         self.system, self.subject, self.turns = system, subject, 0
@@ -53,7 +53,7 @@ class Dialogue:
     @torch.no_grad()
     def turn(self, said: str, max_new_tokens: int) -> list[dict]:
         """Answer greedily. Returns a row for what is said and one for each token of the answer: ``kl`` in nats between
-        the two caches' predictions at its place; ``uncompressed``, whether it is the uncompressed cache's first choice;
+        the two caches' predictions at its position; ``uncompressed``, if it is the uncompressed cache's first choice;
         bytes of the caches after the turn."""
         how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         made = self.talk.answer(said, max_new_tokens, **how)
@@ -65,9 +65,9 @@ class Dialogue:
         about = {"system": self.system, "turn": self.turns, "tokens": len(ids)}
         about |= {"resident_bytes": self.talk.resident_bytes, "uncompressed_bytes": self.talk.uncompressed_bytes}
         rows = [about | {"role": "user", "text": json.dumps(said), "kl": math.nan, "uncompressed": True}]
-        for place, choice in enumerate(choices):
-            text = _piece(self.subject.tokenizer, ids[: begun + place], ids[begun + place])
-            scored = {"kl": kl[place], "uncompressed": ids[begun + place] == choice}
+        for position, choice in enumerate(choices):
+            text = _piece(self.subject.tokenizer, ids[: begun + position], ids[begun + position])
+            scored = {"kl": kl[position], "uncompressed": ids[begun + position] == choice}
             rows.append(about | {"role": "assistant", "text": text} | scored)
         return rows
 
@@ -101,7 +101,7 @@ def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: 
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
     all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes
-    of these; and the key as it is read back, beside it as it came (``original``). ``text``: the token, as JSON. Raises
+    of these; and the key as it is read back, next to it as it came (``original``). ``text``: the token, as JSON. Raises
     ``DataError`` for a layer, head or token that is not there, and for a turn that is too short to be packed.
     """
     tokens = turn_tokens(subject.tokenizer, _text(subject, turn))
@@ -125,17 +125,17 @@ def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int
     tokens = tokens.to(subject.model.device)
     keys, values = subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope)
     check_whole("layer", layer, 0, len(keys) - 1)
-    x, known = whole_blocks(keys[layer].float(), block), compressor.new_pass()
+    x, reconstructions = whole_blocks(keys[layer].float(), block), compressor.new_pass()
     for name, index, count in (("head", head, x.shape[1]), ("token", token, x.shape[2])):
         check_whole(name, index, 0, count - 1)
     for number in range(layer):
-        compressor.reconstruct(number, keys[number], values[number], known)
+        compressor.reconstruct(number, keys[number], values[number], reconstructions)
     coder, at = compressor.coders[layer][0], (0, head, token)
     if compressor.joint or not isinstance(coder.codec, Chain):
         raise DataError(f"{compressor.name} has no stages that can be shown: choose another system")
     shown, left = {"as it comes": x[at]}, x
     if coder.prediction is not None:
-        left = x - coder.prediction(known, x)
+        left = x - coder.prediction(reconstructions, x)
         shown["residual of the prediction"] = left[at]
     steps, read_back = _through(coder.codec, left, at)
     return x[at], shown | steps | {"read back": read_back + x[at] - left[at]}

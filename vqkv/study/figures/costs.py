@@ -97,7 +97,7 @@ IN_PLACE = {
 }
 
 
-IN_TABLES = ("best-long", "cachegen", "lossless")  # more than six lines are hard to tell apart
+IN_TABLES = ("best-long", "cachegen", "lossless")  # more than six lines are hard to distinguish
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}
 
 

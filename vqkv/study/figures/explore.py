@@ -72,14 +72,14 @@ def conversation(table):
             spread = np.linspace(-0.1, 0.1, len(values)) + turn + side
             left.plot(spread, values.clip(lower=SMALLEST_KL), "o", color=colour, ms=3, alpha=0.5)
         left.plot(kl.mean().index + side, kl.mean(), **look(system) | {"ls": "", "marker": "_", "ms": 22, "mew": 3})
-        turns = rows.drop_duplicates("turn")
-        right.plot(turns["turn"], turns["resident_bytes"] / 1e6, **look(system), label=system)
+        by_turn = rows.drop_duplicates("turn")
+        right.plot(by_turn["turn"], by_turn["resident_bytes"] / 1e6, **look(system), label=system)
     shown = {"color": PALETTE["bound"], "ls": "--", "marker": "o", "label": "uncompressed, 16 bits"}
-    right.plot(turns["turn"], turns["uncompressed_bytes"] / 1e6, **shown)
+    right.plot(by_turn["turn"], by_turn["uncompressed_bytes"] / 1e6, **shown)
     left.set(yscale="log", ylabel="KL of each token, bar: mean (nats)", ylim=(SMALLEST_KL * 0.8, None))
     right.set(ylabel="in memory after the turn (MB)", ylim=(0, None))
     for ax in (left, right):
-        ax.set(xlabel="turn of the conversation", xticks=turns["turn"])
+        ax.set(xlabel="turn of the conversation", xticks=by_turn["turn"])
     fig.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
 

@@ -178,10 +178,10 @@ def told_bars(table, names: dict[tuple[str, float], str]):
     colours = [look(system)["color"] for system, _ in names]
     for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
         rows = rows.reindex([*names])
-        told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
-        ax.barh(positions, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
-        ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
-        for position in np.flatnonzero(told.isna()):
+        recalled, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
+        ax.barh(positions, recalled, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
+        ax.axvline(recalled.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
+        for position in np.flatnonzero(recalled.isna()):
             ax.text(4, position, "not measured", color=PALETTE["published"], fontsize=8, va="center")
         ax.set(title=f"{number} facts in\n{length:,} tokens", xlim=(0, 104), xticks=[0, 50, 100])
         ax.grid(axis="y", visible=False)

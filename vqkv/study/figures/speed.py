@@ -75,11 +75,11 @@ def _bound_row(ax, position: int, rows) -> None:
     others = names[names.str.startswith(LIBRARIES)].head(1)
     ours = names[names.str.startswith(("vqkv", "plain torch"))]
     for row in rows.loc[[*ours.index, *others.index]].itertuples():
-        known, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
-        colour, marker, name = look_of("faiss" if known else row.implementation)
+        library, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
+        colour, marker, name = look_of("faiss" if library else row.implementation)
         ends = whiskers(share, row.bound_ms / row.max, row.bound_ms / row.min)
         ax.errorbar(share, position, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
-        if known:
+        if library:
             ax.annotate(
                 look_of(row.implementation)[2], (share, position), (0, 7), textcoords="offset points", ha="center"
             )
@@ -133,10 +133,10 @@ def search_lines(table):
     for ax, (along, (fixed, label)) in zip(axes, panels.items(), strict=True):
         shown = rows[rows[fixed] == rows[fixed].max()].sort_values(along)
         for name, line in shown.groupby("implementation", sort=False):
-            colour, marker, known = look_of(name)
+            colour, marker, title = look_of(name)
             ends = whiskers(line["median"], line["min"], line["max"])
             ax.errorbar(
-                line[along].astype(int), line["median"], ends, fmt=marker + "-", color=colour, label=known, elinewidth=1
+                line[along].astype(int), line["median"], ends, fmt=marker + "-", color=colour, label=title, elinewidth=1
             )
         bound = shown.groupby(along)["bound_ms"].max()
         ax.plot(bound.index.astype(int), bound, ":", color=PALETTE["bound"], label="bound")

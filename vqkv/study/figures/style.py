@@ -149,7 +149,7 @@ def whiskers(middle, low, high) -> np.ndarray:
 
 
 def interval(rows, column: str = "kl_mean") -> np.ndarray | None:
-    """Return the error bars of a column with ``_low`` and ``_high`` beside it, or None for a column without."""
+    """Return the error bars of a column with ``_low`` and ``_high`` next to it, or None for a column without."""
     low, high = (column.removesuffix("_mean") + end for end in ("_low", "_high"))
     return whiskers(rows[column], rows[low], rows[high]) if low in rows else None
 

@@ -28,7 +28,7 @@ def audited_tables() -> dict[str, str]:
     """
     names = sorted({*listed().query("measured != ''")["table"]})
     names += sorted(f"published/{path.stem}" for path in (repository_root() / "results/published").glob("*.csv"))
-    return {name: found[1] for name in names if (found := stored(name))}
+    return {name: pair[1] for name in names if (pair := stored(name))}
 
 
 def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
@@ -44,11 +44,11 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     """
     own = {}
     for name, contents in tables.items():
-        found = stored(name)
-        if found is None or found[1] != contents:
+        pair = stored(name)
+        if pair is None or pair[1] != contents:
             raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
-        own[name] = found[0]
-    audited = pd.DataFrame([row(claim, *_found(claim, own)) for claim in listed().to_dict("records")])
+        own[name] = pair[0]
+    audited = pd.DataFrame([row(claim, *_recomputed(claim, own)) for claim in listed().to_dict("records")])
     audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
     return audited
 
@@ -59,7 +59,7 @@ def listed() -> pd.DataFrame:
     return claims.astype(str).astype({"figures": int})
 
 
-def _found(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
+def _recomputed(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
     """Return no case of a claim that cannot be tested: its table is not there, or has other systems or settings."""
     if claim["arithmetic"]:
         return find(claim, published(claim["table"]) if claim["table"] else pd.DataFrame())

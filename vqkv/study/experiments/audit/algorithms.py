@@ -29,12 +29,12 @@ def aqua_algorithms() -> list[float]:
     tokens = torch.randint(0, 4096, (4, 64), generator=torch.Generator().manual_seed(0))
     preset = presets.aqua(presets.higgs(2), sink_tokens=0, recent_window=0)
     compressor = calibrate(model, tokens, preset, progress=False)
-    exact, known, shares = dict(zip(ROLES, capture(model, tokens))), compressor.new_pass(), []
+    exact, reconstructions, shares = dict(zip(ROLES, capture(model, tokens))), compressor.new_pass(), []
     before: dict[tuple[str, int], torch.Tensor] = {}
     for layer, codecs in enumerate(compressor.codecs):
         pair = [exact[role][layer].float() for role in ROLES]
-        read = compressor.reconstruct(layer, pair[0], pair[1], known)
-        for role, x, codec, found in zip(ROLES, pair, codecs, read, strict=True):
+        read = compressor.reconstruct(layer, pair[0], pair[1], reconstructions)
+        for role, x, codec, x_hat in zip(ROLES, pair, codecs, read, strict=True):
             sources = [("key", layer - 1)] if role == "key" else [("value", layer - 1), ("key", layer)]
             predicted = 0.0
             if layer:
@@ -42,7 +42,7 @@ def aqua_algorithms() -> list[float]:
                 predictor = compressor.predictions[role, layer].predictor
                 predicted = predictor(inputs).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
             before[role, layer] = codec.decode(codec.encode(x - predicted)) + predicted
-            shares.append(((before[role, layer] - found).abs() < 1e-5).double().mean().item())
+            shares.append(((before[role, layer] - x_hat).abs() < 1e-5).double().mean().item())
     return shares
 
 

@@ -16,7 +16,7 @@ VERDICTS = (HOLDS, IN_PART, DOES_NOT, NEITHER, OURS)
 Case = tuple[float, float]  # a figure as published and as found here
 
 
-def agrees(rule: str, said: float, found: float) -> bool:
+def agrees(rule: str, said: float, recomputed: float) -> bool:
     """Tell whether a figure agrees with the published one by a rule.
 
     - Empty: it may miss it by 2% or by its rounding.
@@ -26,7 +26,7 @@ def agrees(rule: str, said: float, found: float) -> bool:
       interval must point that way, too.
     """
     name, _, number = rule.partition(": ")
-    return _RULES[name](said, found, float(number or 0))
+    return _RULES[name](said, recomputed, float(number or 0))
 
 
 def verdict(rule: str, cases: list[Case]) -> str:
@@ -49,15 +49,15 @@ def find(claim: dict, table: pd.DataFrame) -> tuple[list[Case], dict]:
     values, by_model = [], claim["measured"] and "model" in table
     for model in [rows for _, rows in table.groupby("model")] if by_model else [table]:
         rows = _chosen(model, claim["rows"])
-        found = evaluate(claim["arithmetic"] or claim["measured"], names(rows))
+        recomputed = evaluate(claim["arithmetic"] or claim["measured"], names(rows))
         if claim["over"]:
-            found = found / evaluate(claim["measured"], names(_chosen(model, claim["over"])))
+            recomputed = recomputed / evaluate(claim["measured"], names(_chosen(model, claim["over"])))
         said = evaluate(claim["published"], names(rows))
-        values.append(np.ravel(found))
-        found = np.clip(said, *found) if isinstance(found, Between) else found
-        said = np.clip(found, *said) if isinstance(said, Between) else said
-        pairs = zip(*np.broadcast_arrays(np.ravel(said), np.ravel(found)), strict=True)
-        cases += [(float(said), float(found)) for said, found in pairs if not math.isnan(found)]
+        values.append(np.ravel(recomputed))
+        recomputed = np.clip(said, *recomputed) if isinstance(recomputed, Between) else recomputed
+        said = np.clip(recomputed, *said) if isinstance(said, Between) else said
+        pairs = zip(*np.broadcast_arrays(np.ravel(said), np.ravel(recomputed)), strict=True)
+        cases += [(float(said), float(recomputed)) for said, recomputed in pairs if not math.isnan(recomputed)]
     every = pd.Series(np.hstack(values))
     facts = {"least": every.min(), "most": every.max()} | _interval(claim, table)
     facts["models"] = " and ".join(name.split("/")[-1] for name in dict.fromkeys(table.get("model", [])))
@@ -110,27 +110,27 @@ def _interval(claim: dict, table: pd.DataFrame) -> dict[str, float]:
     return {}
 
 
-def _equal(said: float, found: float, within: float = 0.02) -> bool:
-    """Tell whether two figures are apart by no more than 2%, or than how a figure of two digits or more was rounded."""
-    whole, _, decimals = f"{said:g}".partition(".")
-    rounded = len((whole + decimals).lstrip("0")) > 1 and round(found, len(decimals)) == said
-    return rounded or abs(found - said) <= within * abs(said)
+def _equal(said: float, recomputed: float, within: float = 0.02) -> bool:
+    """Tell whether two figures differ by no more than 2%, or than how a figure of two digits or more was rounded."""
+    integer, _, decimals = f"{said:g}".partition(".")
+    rounded = len((integer + decimals).lstrip("0")) > 1 and round(recomputed, len(decimals)) == said
+    return rounded or abs(recomputed - said) <= within * abs(said)
 
 
-def _distance(rule: str, said: float, found: float) -> float:
+def _distance(rule: str, said: float, recomputed: float) -> float:
     """Return a number that is larger for the figure that agrees less."""
     if rule.startswith(("above", "at least")):
-        return -found / said if rule == "at least" else -found
+        return -recomputed / said if rule == "at least" else -recomputed
     if rule.startswith(("below", "at most")):
-        return found / said if rule == "at most" else found
-    return abs(math.log(found / said)) if found > 0 < said else math.inf
+        return recomputed / said if rule == "at most" else recomputed
+    return abs(math.log(recomputed / said)) if recomputed > 0 < said else math.inf
 
 
 _RULES: dict[str, Callable[[float, float, float], bool]] = {
-    "": lambda said, found, _: _equal(said, found),
-    "about": lambda said, found, _: _equal(said, found, 0.1),
-    "at least": lambda said, found, _: found >= said,
-    "at most": lambda said, found, _: found <= said,
-    "above": lambda _, found, least: found > least,
-    "below": lambda _, found, most: found < most,
+    "": lambda said, recomputed, _: _equal(said, recomputed),
+    "about": lambda said, recomputed, _: _equal(said, recomputed, 0.1),
+    "at least": lambda said, recomputed, _: recomputed >= said,
+    "at most": lambda said, recomputed, _: recomputed <= said,
+    "above": lambda _, recomputed, least: recomputed > least,
+    "below": lambda _, recomputed, most: recomputed < most,
 }
