@@ -20,6 +20,11 @@ torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """The longest go first: at the end one process would wait for the other."""
+    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_wheel.py", "test_smollm2.py"))
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     """A random Llama with 3 layers of 2 KV heads of 32 channels."""
