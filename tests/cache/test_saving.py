@@ -22,6 +22,7 @@ from strategies import run
 import vqkv.codecs
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, evaluate, load_model, presets
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
+from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
 from vqkv.runtime.files import save_checked
@@ -241,3 +242,13 @@ def test_a_hub_out_of_reach(residual, monkeypatch):
 def test_a_name_that_is_nowhere(name):
     with pytest.raises(FormatError, match="is no folder, and not on the hub .*save_pretrained"):
         Compressor.from_pretrained(name)
+
+
+def test_copies_of_a_cache_go_their_own_ways_and_share_the_codebooks(llama, residual):
+    cache = residual.new_cache(llama)
+    with torch.inference_mode():
+        llama(TOKENS[:, :30], past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        both = [llama(TOKENS[:, 30:], past_key_values=c).logits for c in (cache, twin)]
+    assert torch.equal(*both) and twin.compressor is residual
+    assert tensor_bytes(cache, twin) == 2 * cache.report().cache_bytes + tensor_bytes(residual)

@@ -9,7 +9,7 @@ import torch
 from projections import kv_sources
 from torch.nn import functional as F
 
-from vqkv import DataError, FormatError, calibrate, presets
+from vqkv import DataError, FormatError, calibrate, evaluate, presets
 from vqkv.calibration.finetune import StraightThrough, attention_weights, finetune
 from vqkv.models.layers import kv_layers
 
@@ -178,3 +178,14 @@ def test_a_fine_tuned_model_and_its_compressor_belong_together(models):
     result.compressor.check(twin)
     with pytest.raises(FormatError, match="other attention weights"):
         result.compressor.check(original)
+
+
+def test_losses_are_of_the_quantized_model_and_fall(models):
+    model, first = models["llama"], TOKENS[:6]
+    same = torch.cat([first] * 9)
+    quantized = finetune(copy.deepcopy(model), same, PRESET, lr=1e-3, **QUIET).losses
+    control = finetune(copy.deepcopy(model), same, None, lr=1e-3, **QUIET).losses
+    row = evaluate(model, calibrate(model, first, PRESET, progress=False), first, "in_place", reconstruction=False)
+    assert quantized[0] == pytest.approx(torch.tensor(row["ppl"]).log().item(), rel=1e-3)
+    assert control[0] == pytest.approx(torch.tensor(row["ppl_exact"]).log().item(), rel=1e-5)
+    assert quantized[-1] < quantized[0] - 0.1 and control[-1] < control[0] - 0.1

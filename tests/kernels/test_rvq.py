@@ -1,5 +1,7 @@
 """Residual VQ on a CPU against brute force in float64: the compiled search, beams, and what fp32 cannot tell apart."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -171,3 +173,15 @@ def test_tables_notice_that_a_codebook_was_written_to():
     with torch.inference_mode():
         frozen = codebooks.clone()
         assert torch.equal(cpu.rvq_encode(x, frozen), reference.rvq_encode(x, frozen))
+
+
+@pytest.mark.parametrize("beam", [4, 16, 64])
+def test_a_beam_that_keeps_everything_is_exhaustive_search(beam):
+    """Kept sequences: all 4, 16 (exhaustive from there on, as the last of 3 stages extends each)."""
+    x, codebooks = gaussian(30, 5), gaussian(3, 4, 5, seed=1)
+    every = torch.tensor(list(itertools.product(range(4), repeat=3)))
+    distances = (x[:, None].double() - reference.rvq_decode(every, codebooks)).square().sum(dim=-1)
+    best = every[distances.argmin(dim=-1)]
+    for kernels in (reference, cpu):
+        codes = kernels.rvq_encode(x, codebooks, beam)
+        assert torch.equal(codes, best) if beam >= 16 else (errors(x, codes, codebooks) >= distances.amin(-1)).all()

@@ -12,10 +12,10 @@ from vqkv import presets
 from vqkv.study import tables
 from vqkv.study.experiments import against_own, designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import bits_with_side
-from vqkv.study.experiments.comparisons import at_equal_bits
+from vqkv.study.experiments.comparisons import at_equal_bits, paired_ratio
 from vqkv.study.experiments.frontier import total_bits
 from vqkv.study.experiments.restoring import FP16, break_even
-from vqkv.study.experiments.rule import by_rule, pays_from, share_of_bits
+from vqkv.study.experiments.rule import by_rule, chosen, pays_from, share_of_bits
 from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
 
 ALL = designs.factorial()
@@ -198,3 +198,24 @@ def test_other_calibrations_are_paired_window_by_window():
     assert ratios.loc["a", "y", 4, "x"].tolist() == [2, 2, 2]  # every window's is 2
     assert ratios.loc["a", "x", 4, "y"].tolist() == pytest.approx([3.25, 2, 4])
     assert ratios.loc["b", "x", 1, "x"].isna().all() and against["more_bits"].tolist()[:2] == [1, 1]
+
+
+def test_sequences_are_drawn_in_pairs():
+    theirs = np.random.default_rng(0).uniform(0.01, 1.0, 12)
+    assert paired_ratio(2 * theirs, theirs) == pytest.approx((2.0, 2.0, 2.0))  # apart, their intervals would be wide
+    _, low, high = paired_ratio(theirs + theirs[::-1], theirs)
+    assert low < 1.95 and high > 2.05
+
+
+ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
+    ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
+    ("kvtc 2, rank 480", 0, 2.8, 1.9, 0.1), ("short", 0.9, 1.1, 0.9, 0.1), ("long", 0.9, 1.9, 1.0, 0.02),
+    ("joint", 0.9, 1.5, 0.95, 0.06),
+]  # fmt: skip
+SEARCHED = pd.DataFrame(ROWS, columns=["system", "nominal_bits", "bits_8k_x1", "bits_128k_x1", "kl_mean"])
+
+
+def test_what_lies_above_a_line_between_others_is_not_chosen():
+    kept = {name: chosen(SEARCHED, name) for name in ("8k", "128k")}
+    assert kept["8k"]["system"].tolist() == ["short", "long", "kvtc 1, rank 480", "kvtc 1", "kvtc 2"]
+    assert kept["128k"]["bits"].tolist() == [0.9, 1.0, 0.9, 1.1, 2.2]

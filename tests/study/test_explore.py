@@ -7,8 +7,9 @@ import pytest
 import torch
 from small_models import make
 
+from vqkv import Compressor
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import explore
+from vqkv.study import explore, tables
 from vqkv.study.chat import Conversation, chat
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import Chat
@@ -115,3 +116,11 @@ def test_what_the_model_reads_is_the_template_of_the_conversation(templated, mon
 def test_it_ends_where_positions_do_and_at_an_interrupt(mini):
     assert "positions" in talk(*mini, "word " * 2000)[-1]
     chat(*mini, None, Mock(side_effect=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("name", ["conversation", "stages", "explained"])
+def test_the_stored_tables_are_of_the_compressors_that_come_with_the_package(name):
+    sources = tables.provenance(f"14_{name}")["sources"]
+    for system in ("live", "best"):
+        ready = Compressor.from_pretrained(f"vqkv/smollm2-135m-{system}")
+        assert sources[f"compressor {system}"] == ready.fingerprint[:16]

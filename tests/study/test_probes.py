@@ -113,3 +113,12 @@ def test_bits_saved_and_forms():
     assert bits_saved(0) == 0 and bits_saved(0.75) == 1 and bits_saved(1) == 24 and bits_saved(-3) == -1
     x = torch.randn(2, 2, 40, 32)
     assert torch.equal(reconstructed(presets.fp16())(x, "K", 0), x.half().float())  # nothing to fit
+
+
+def test_batches_and_order_of_sequences_change_nothing():
+    train, test, wanted = tokens(9), tokens(4, seed=1), [("V", "V-1+K"), ("K", "K@T-1+V@T-1")]
+    complete = evr(model(), train, test, *wanted, batch_size=9, strength=1e-6)
+    for batch_size, order in ((1, range(9)), (4, reversed(range(9)))):
+        parts = evr(model(), train[list(order)], test, *wanted, batch_size=batch_size, strength=1e-6)
+        for mine, theirs in zip(complete, parts, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
