@@ -182,7 +182,7 @@ def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monk
     assert table["equivalent_bits"].max() == 2 and table["equivalent_bits"].min() == -4  # nothing was taken off
 
 
-ROWS = [  # system, train_corpus, train_seqs, test_corpus, bits, KL of two windows
+TRANSFERS = [  # system, train_corpus, train_seqs, test_corpus, bits, KL of two windows
     ("a", "x", 4, "x", 1, "3 5"), ("a", "x", 4, "y", 2, "6 20"), ("a", "y", 4, "y", 1, "3 5"),
     ("a", "y", 4, "x", 2, "6 10"), ("a", "x", 1, "x", 1, "3 5"), ("b", "x", 4, "x", 1, "3 5"),
     ("b", "x", 1, "x", float("nan"), ""),
@@ -191,7 +191,7 @@ ROWS = [  # system, train_corpus, train_seqs, test_corpus, bits, KL of two windo
 
 def test_other_calibrations_are_paired_window_by_window():
     names = ["system", "train_corpus", "train_seqs", "test_corpus", "bits_per_value", "kl_each"]
-    table = pd.DataFrame(ROWS, columns=names).assign(model="m", nominal_bits=0)
+    table = pd.DataFrame(TRANSFERS, columns=names).assign(model="m", nominal_bits=0)
     kl = table["kl_each"].str.split().map(lambda each: sum(map(float, each)) / len(each) if each else float("nan"))
     against = against_own(table.assign(kl_mean=kl), train_seqs=4)
     ratios = against.set_index(["system", "train_corpus", "train_seqs", "test_corpus"])[["ratio", "low", "high"]]
