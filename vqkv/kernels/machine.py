@@ -38,7 +38,7 @@ def compiled(fast: bool = False, inline: bool = False):
 
 
 def spread(run: Callable[[int, int], Result], rows: int, cost: int) -> list[Result]:
-    """``run(start, stop)`` for parts of so many rows, on as many threads as torch may take if ``cost`` a row pays."""
+    """Call ``run(start, stop)`` for parts of the rows, on as many threads as torch may take if ``cost`` a row pays."""
     count = min(torch.get_num_threads(), rows * cost // WORTH + 1)
     if count == 1:
         return [run(0, rows)]
