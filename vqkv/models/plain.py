@@ -2,6 +2,7 @@
 
 import copy
 from itertools import chain
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ def plain(model):
                     f"{type(model).__name__} with prompt or prefix tuning fills its cache itself, which cannot be "
                     "compressed: use its base model, model.get_base_model(), or LoRA"
                 )
-            model = model.get_base_model()
+            model = cast(Any, model).get_base_model()
         elif (inner := model._modules.get("_orig_mod", model._modules.get("module"))) is None:
             break
         else:

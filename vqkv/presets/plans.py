@@ -5,11 +5,13 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from vqkv.codecs.exact import Nothing
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.codecs.predictor_kinds import Copy, Slice, make_predictor
 from vqkv.errors import DataError
@@ -158,7 +160,7 @@ class Shared(LayerPlan):
 
 def _with_bits(plan: RolePlan, bits: float) -> RolePlan:
     def make_codec(head_dim):
-        return plan.make_codec(head_dim).with_bits(bits)
+        return cast(Chain, plan.make_codec(head_dim)).with_bits(bits)
 
     return dataclasses.replace(plan, make_codec=make_codec)
 

@@ -344,11 +344,11 @@ def _decode(start, stop, words, ends, channels, slots, out, final):
                 unit, width, shift, row = channels[i, 1], channels[i, 2], channels[i, 3], (i - corner) * stride
                 single, is_unit = index(channels[i, 0]) << index(BITS), unit >= 0
                 base = index(unit) << index(BITS) if is_unit else single
-                units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), 0
+                units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), np.int64(0)
                 while first < units:
                     if shift == 0 or width == 1:
                         first = _fast(row, width, shift, first, units, base, slots, states, positions, words, tiles)
-                    here = min(LANES, units - first)
+                    here = LANES if units - first > LANES else units - first
                     for k in range(2 if here else 0):
                         mine, position, end = states[k * LANES : (k + 1) * LANES], positions[k], ends[pair[k]]
                         for lane in range(here):

@@ -133,7 +133,7 @@ def nearest(x, codes, stage, codebooks):
             difference = residual[j] - np.float64(codebooks[k, code, j])
             total += difference * difference
         if total < best:
-            best, winner = total, code
+            best, winner = total, index(code)
     return np.int64(winner)
 
 

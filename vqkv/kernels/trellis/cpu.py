@@ -77,7 +77,7 @@ def _encode(start, stop, weight, origins, x, costs, table_of, shifts, codes):
         sums[0] = 0.0
         for channel in range(channels):
             value = np.float64(x[row, channel])
-            value = min(max(value, -FAR), FAR) if value == value else 0.0
+            value = np.float64(min(max(value, -FAR), FAR) if value == value else 0.0)
             table, shift = costs[table_of[channel]], np.int64(shifts[channel])
             for side in range(2):
                 even, odd = _candidates(value if side == 0 else -value, table, shift, weight)
