@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import vqkv  # hands its names on when asked for: `vqkv --help` needs no torch
-from vqkv.runtime.registry import parse_assignments
+from vqkv.runtime.checks import parse_assignments
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a folder, a GGUF file or a hub name")]
 Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]

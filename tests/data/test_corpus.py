@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import SPLITS, documents, fingerprint
-from vqkv.data.windows import packed
+from vqkv.data.corpus import SPLITS, documents, fingerprint, packed
 
 
 def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):

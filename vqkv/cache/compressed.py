@@ -20,9 +20,8 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.identity import stamp
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import kv_layers, plain
 from vqkv.models.load import layer_devices, values_per_token
-from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import load_checked, save_checked

@@ -32,9 +32,8 @@ from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
-from vqkv.models.gguf import TITLES
-from vqkv.models.load import difference
-from vqkv.models.plain import plain
+from vqkv.models.layers import plain
+from vqkv.models.load import TITLES, difference
 from vqkv.runtime.checks import whole_blocks
 from vqkv.runtime.files import claim, load_checked, replacing, save_checked, tensors_sha256
 

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.compressor import Compressor
-from vqkv.models.plain import plain
+from vqkv.models.layers import plain
 
 
 @dataclass(eq=False)

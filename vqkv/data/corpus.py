@@ -17,10 +17,10 @@ from vqkv.data import bundled
 from vqkv.data.bundled import CORPORA, SPLITS
 from vqkv.data.hub import HUB_CORPORA, find, texts_of
 from vqkv.data.local import local_documents, text_files
-from vqkv.data.windows import PACKINGS
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.files import raw_bytes
 
+BATCH = 64  # texts tokenised at a time
 PAIR = re.compile(r"train=(?P<train>[^,]+),test=(?P<test>[^,]+)")
 
 
@@ -47,8 +47,8 @@ def load_corpus(
     if type(seq_len) is not int or type(num_seqs) is not int or seq_len < 2 or num_seqs < 1:
         raise DataError(f"seq_len {seq_len} and num_seqs {num_seqs}: need at least 2 tokens and 1 sequence")
     texts, packing = _source(name, split, seed)
-    windows = PACKINGS[packing](texts, tokenizer, seq_len, random.Random(f"{of_split(name, split)}/{split}/{seed}"))
-    tokens = torch.tensor([*islice(windows, num_seqs)], dtype=torch.long)
+    made = PACKINGS[packing](texts, tokenizer, seq_len, random.Random(f"{of_split(name, split)}/{split}/{seed}"))
+    tokens = torch.tensor([*islice(made, num_seqs)], dtype=torch.long)
     if len(tokens) < num_seqs:
         raise DataError(
             f"corpus {name!r} ({split}) holds only {len(tokens)} windows of {seq_len} tokens, not {num_seqs}: "
@@ -86,3 +86,50 @@ def _source(name: str, split: str, seed: int) -> tuple[Iterator[str], str]:
         return local_documents(files, split, seed), "packed"
     corpus = find(name)
     return texts_of(corpus, split, seed), corpus.packing
+
+
+def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
+    """Yield one window a document, at a random offset; short documents are packed together, separated by EOS."""
+    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
+    body = seq_len - len(head)
+    for text in texts:
+        # Tokenising a book to use one window of it would cost minutes. A token has 16 characters at most on average.
+        start = rng.randrange(max(1, len(text) - 16 * seq_len))
+        start = text.rfind("\n", 0, start) + 1
+        buffer += _ids(tokenizer, [text[start : start + 16 * seq_len]])[0][:seq_len]
+        if len(buffer) >= body:
+            yield head + buffer[:body]
+            buffer = []  # the rest of a cut piece would give its document a second window
+        if buffer and eos is not None:
+            buffer.append(eos)
+
+
+def packed(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
+    """Yield complete documents, each followed by EOS, cut into consecutive windows that start with BOS."""
+    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
+    body = seq_len - len(head)
+    while batch := [*islice(texts, BATCH)]:
+        for ids in _ids(tokenizer, batch):
+            buffer += ids if eos is None else [*ids, eos]
+        end = len(buffer) - len(buffer) % body
+        yield from (head + buffer[i : i + body] for i in range(0, end, body))
+        buffer = buffer[end:]
+
+
+def joined(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
+    """Yield windows of the one text that rows, joined by blank lines, make."""
+    ids = _ids(tokenizer, ["\n\n".join(texts)])[0]
+    if tokenizer("a", verbose=False)["input_ids"][:1] == _head(tokenizer):
+        ids = _head(tokenizer) + ids
+    yield from (ids[i : i + seq_len] for i in range(0, len(ids) - seq_len + 1, seq_len))
+
+
+PACKINGS = {"windows": windows, "packed": packed, "joined": joined}
+
+
+def _head(tokenizer) -> list[int]:
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+
+def _ids(tokenizer, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

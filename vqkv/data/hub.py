@@ -20,7 +20,7 @@ REMEDY = (
 @dataclass(frozen=True)
 class HubCorpus:
     """A data set (``path``, ``config``; or a ``folder`` in the same layout), and the ``packing`` of its column ``text``
-    (``windows.PACKINGS``). ``files``: JSON lines to be read, where its own loader is a script."""
+    (``corpus.PACKINGS``). ``files``: JSON lines to be read, where its own loader is a script."""
 
     name: str
     path: str

@@ -30,9 +30,8 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Prediction
 from vqkv.codecs.stage import part_from_config
 from vqkv.errors import DataError, FormatError
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import kv_layers, plain
 from vqkv.models.load import config_of
-from vqkv.models.plain import plain
 from vqkv.presets import Preset
 from vqkv.presets.preset import LayerPlan
 

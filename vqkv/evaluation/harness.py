@@ -17,8 +17,8 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import Report, total
 from vqkv.data.recall import recall_questions
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.models.layers import evaluating
 from vqkv.models.load import load_model
-from vqkv.models.plain import evaluating
 
 try:
     from datasets import Dataset

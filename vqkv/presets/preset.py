@@ -14,7 +14,7 @@ from vqkv.codecs.predictor_kinds import Predictor
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
-from vqkv.runtime.registry import call, check_type
+from vqkv.runtime.checks import call, check_type
 
 
 @dataclass
