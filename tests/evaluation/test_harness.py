@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
 from vqkv.cache.meter import total
 from vqkv.cli import app
-from vqkv.data.recall import recall_questions
 from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, cli_evaluate, run_tasks
+from vqkv.evaluation.questions import recall_questions
 from vqkv.models.load import values_per_token
 from vqkv.study.peers import TransformersQuantized
 

@@ -10,16 +10,20 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import torch
 
 from vqkv.data import bundled
-from vqkv.data.bundled import CORPORA, SPLITS
+from vqkv.data.bundled import CORPORA, SPLITS, dealt
 from vqkv.data.hub import HUB_CORPORA, find, texts_of
-from vqkv.data.local import local_documents, text_files
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.files import raw_bytes
 
+PIECE = 8_000  # characters of a local text that count as one document
+PARTS = 50  # that a single file is cut into at least, so that each split gets some
+HELD = {"validation": 70, "test": 80}  # percent of a single file before each split: the rest is for training
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 BATCH = 64  # texts tokenised at a time
 PAIR = re.compile(r"train=(?P<train>[^,]+),test=(?P<test>[^,]+)")
 
@@ -86,6 +90,58 @@ def _source(name: str, split: str, seed: int) -> tuple[Iterator[str], str]:
         return local_documents(files, split, seed), "packed"
     corpus = find(name)
     return texts_of(corpus, split, seed), corpus.packing
+
+
+def text_files(name: str) -> list[tuple[str, Path]] | None:
+    """List (label, path) of the files of local text; None if no file or folder has that name."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        if not files:
+            raise DataError(f"folder {name!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
+        return [(str(p.relative_to(path)), p) for p in files]
+    if path.suffix in TEXT_SUFFIXES:
+        raise DataError(f"there is no file {name!r}")
+    return None
+
+
+def local_documents(files: list[tuple[str, Path]], split: str, seed: int) -> Iterator[str]:
+    """Yield the texts of one split in an order fixed by ``seed``, a repeated one only once. Of a single file the
+    beginning is for training, the end for the other splits: neighbouring pieces speak of the same things."""
+    alone, labels = len(files) == 1, dict[str, str]()  # of each text
+    for label, path in files:
+        for number, text in enumerate(_pieces(path, PARTS if alone else 1)):
+            if text.strip():
+                labels.setdefault(text, f"{label}#{number}")
+    chosen, before, total = [], 0, sum(map(len, labels))
+    for text, label in labels.items():
+        percent = 100 * before / total
+        by_position = "test" if percent >= HELD["test"] else "validation" if percent >= HELD["validation"] else "train"
+        if split == (by_position if alone else dealt(label)):
+            chosen.append(text)
+        before += len(text)
+    random.Random(f"{seed}").shuffle(chosen)
+    yield from chosen
+
+
+def _pieces(path: Path, parts: int) -> Iterator[str]:
+    """Yield ``parts`` stretches of a text at least, of about ``PIECE`` characters, to the end of a line where none is
+    longer."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except ValueError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    size = min(PIECE, max(1, len(text) // parts)) if parts > 1 else PIECE
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        for start in range(0, len(line), size):
+            piece += line[start : start + size]
+            if len(piece) >= size:
+                yield piece
+                piece = ""
+    yield piece
 
 
 def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import Report, total
-from vqkv.data.recall import recall_questions
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.evaluation.questions import recall_questions
 from vqkv.models.layers import evaluating
 from vqkv.models.load import load_model
 

