@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 import vqkv  # hands its names on when asked for: `vqkv --help` needs no torch
-from vqkv.runtime.checks import parse_assignments
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a folder, a GGUF file or a hub name")]
 Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]
@@ -32,10 +31,6 @@ class Commands(typer.core.TyperGroup):
             remedy = ": pip install 'vqkv[study,peers]'" if isinstance(error, ModuleNotFoundError) else ""
             typer.echo(f"error: {error}{remedy}", err=True)
             raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            kept = "; finished rows are kept, and the same command goes on" * (ctx.invoked_subcommand == "compare")
-            typer.echo(f"interrupted{kept}", err=True)
-            raise typer.Exit(130) from error
 
 
 app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -132,7 +127,7 @@ def evaluate(
     if task:
         from vqkv.evaluation.harness import run_tasks
 
-        rows = run_tasks(loaded, tokenizer, fitted, task, None, limit, protocol, chunk_size)
+        rows = run_tasks(loaded, tokenizer, fitted, task, limit, protocol, chunk_size)
     else:
         text = vqkv.load_corpus(corpus, tokenizer, "test", seq_len, num_seqs)
         rows = vqkv.evaluate(loaded, fitted, text, protocol, chunk_size=chunk_size)
@@ -158,6 +153,7 @@ def recommend(
 def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str):
     """Fit a preset, after a line that says how long it will take."""
     from vqkv.calibration.effort import passes, seconds_per_token
+    from vqkv.runtime.checks import parse_assignments
 
     wanted = vqkv.presets.make(preset, **parse_assignments(parameter))
     minutes = passes(wanted.name) * seconds_per_token(model) * tokens.numel() / 60

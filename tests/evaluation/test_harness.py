@@ -157,10 +157,10 @@ def test_the_real_leaderboard_tasks(small, leaderboard, monkeypatch):
 def test_bad_arguments_are_named(small, mini):
     one, tokenizer, fitted = small
     for arguments, error, message in (
-        ((one, tokenizer, None, "local", None, 1, "snapshot"), UnknownNameError, "in_place"),
+        ((one, tokenizer, None, "local", 1, "snapshot"), UnknownNameError, "in_place"),
         ((*mini, fitted), FormatError, "fitted to"),
         ((*small, [*SUITES, "arc_chalenge"]), UnknownNameError, "'arc_chalenge'. Did you mean 'arc_challenge'"),
-        ((*small, "hellaswag", None, 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
+        ((*small, "hellaswag", 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
     ):
         with pytest.raises(error, match=message) as raised:
             run_tasks(*arguments)

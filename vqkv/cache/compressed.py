@@ -224,9 +224,7 @@ class CompressedCache(Cache):
             for key in sorted(now.keys() - {"name"}):
                 if was[key] != now[key]:
                     saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
-                    raise FormatError(
-                        f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
-                    )
+                    raise FormatError(f"{path} was saved with {part} {saved}, not {given}: load it with that")
         cache = cls(compressor, model, header["in_place"], decoded_cache_bytes)
         saving.fill(cache, header, stored)
         return cache

@@ -1,9 +1,4 @@
-"""Corpus name -> token ids.
-
-Bundled corpora are text that every installation has: ``python`` (the source of the standard library and of the pinned
-packages; ``python-stdlib`` and ``python-packages`` are its halves) and ``prose`` (their documentation and docstrings).
-Local text works too, and so does any data set that the ``datasets`` library can load.
-"""
+"""Corpus name -> token ids: of bundled text (the README lists it), of local files and of what ``datasets`` can load."""
 
 import hashlib
 import random
@@ -82,8 +77,6 @@ def _source(name: str, split: str, seed: int) -> tuple[Iterator[str], str]:
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
     name = of_split(name, split)
-    if not str(name).strip():
-        raise UnknownNameError("corpus", name, [*CORPORA, *HUB_CORPORA])
     if name in CORPORA:
         return bundled.documents(name, split, seed), "windows"
     if name not in HUB_CORPORA and (files := text_files(name)):

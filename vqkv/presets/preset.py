@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from typing import Any
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Chain, Codec
@@ -83,12 +84,12 @@ class Preset:
 
 def chain(*parts: Stage | Quantizer, kind: type[Chain] = Chain) -> Callable[..., Codec]:
     """Describe a codec by its stages and, last, its quantizer: what is returned makes chains of copies of them."""
-    return partial(_chain, parts, kind)
 
+    def make_chain(head_dim: int | None = None) -> Codec:
+        copies: list[Any] = [*copy.deepcopy(parts)]
+        return kind(copies[:-1], copies[-1], head_dim)
 
-def _chain(parts: tuple, kind: type[Chain], head_dim: int | None = None) -> Codec:
-    *stages, quantizer = copy.deepcopy(parts)
-    return kind(stages, quantizer, head_dim)
+    return make_chain
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
