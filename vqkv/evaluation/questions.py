@@ -89,17 +89,17 @@ def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) ->
 def _hidden(tokenizer, facts: list[list[int]], text: list[int], rng) -> list[int]:
     """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
     words = [tokenizer.decode([token]) for token in text]
-    ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
+    ends = [
+        i
+        for i, (word, after) in enumerate(itertools.pairwise(words), 1)
+        if word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
+    ]
     tokens, done = list[int](), 0
     for number, fact in enumerate(facts):
         low, high = (len(text) * part // len(facts) for part in (number, number + 1))
         end = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
         tokens, done = tokens + text[done:end] + fact, end
     return tokens + text[done:]
-
-
-def _ends(word: str, after: str) -> bool:
-    return word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
 
 
 def _turns(tokenizer, stems: list[str]) -> list[list[int]]:

@@ -47,7 +47,7 @@ GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The most that fits ``memory_bytes``: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
+    """The most that fits a memory: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
     of as many tokens, as were asked for; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
     ``fp16_...``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``: positions that the model was
     made for, of which memory knows nothing; None where its config does not say."""
@@ -55,12 +55,10 @@ class Capacity:
     model: str
     dtype: str
     preset: str
-    memory_bytes: int
     context: int
     batch_size: int
     kinds: dict[str, int]
     bits_per_value: float
-    side_bytes: int
     fp16_context: int
     fp16_batch_size: int
     model_limit: int | None
@@ -102,12 +100,10 @@ def capacity(
         model=name,
         dtype=str(model.dtype).removeprefix("torch."),
         preset=preset.name,
-        memory_bytes=memory,
         context=longest,
         batch_size=most,
         kinds=needed.kinds(longest, batch_size),
         bits_per_value=needed.bits_per_value,
-        side_bytes=needed.side_information,
         fp16_context=fp16_longest,
         fp16_batch_size=fp16_most,
         model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),

@@ -37,8 +37,6 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     ``sequential``. Only safetensors weights are read, and no code that comes with a model is run. Raises
     ``UnknownNameError`` when nothing of that name can be loaded.
     """
-    if str(name).startswith("vqkv/") and name not in BUNDLED:
-        raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
     device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
@@ -120,8 +118,8 @@ def config_of(name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(_path(name))
     except Exception as error:  # as above
-        lacks = f"folder {name!r} has no config.json of a model" if Path(name).is_dir() else f"no config of {name!r}"
-        raise DataError(f"{lacks}, here or on a hub that can be reached: name a folder, or pass a config") from error
+        remedy = "name a folder, or pass a config"
+        raise DataError(f"no config of {name!r}, here or on a hub that can be reached: {remedy}") from error
 
 
 def fingerprint(model) -> str:
