@@ -44,13 +44,10 @@ class HubCorpus:
 
 
 HUB_CORPORA = {
-    corpus.name: corpus
-    for corpus in (
-        HubCorpus("wikitext", "Salesforce/wikitext", "wikitext-2-raw-v1", packing="joined"),
-        HubCorpus("pg19", "emozilla/pg19"),
-        HubCorpus("slimpajama", "DKYoon/SlimPajama-6B"),
-        HubCorpus("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", files="*.jsonl"),
-    )
+    "wikitext": HubCorpus("wikitext", "Salesforce/wikitext", "wikitext-2-raw-v1", packing="joined"),
+    "pg19": HubCorpus("pg19", "emozilla/pg19"),
+    "slimpajama": HubCorpus("slimpajama", "DKYoon/SlimPajama-6B"),
+    "redpajama": HubCorpus("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", files="*.jsonl"),
 }
 
 

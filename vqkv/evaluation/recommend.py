@@ -65,11 +65,7 @@ class Capacity:
 
 
 def capacity(
-    model_or_config,
-    preset: Preset | Compressor,
-    memory_gb: float,
-    batch_size: int = 1,
-    context: int = 8192,
+    model_or_config, preset: Preset | Compressor, memory_gb: float, batch_size: int = 1, context: int = 8192
 ) -> Capacity:
     """Find the longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit.
 

@@ -65,10 +65,8 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
 
 
 def _path(name: str):
-    """Return the folder of a bundled model, or of a GGUF file's weights in fp32; any other name as it is.
-
-    Raises ``DataError`` if the file, or the package that has it, is missing.
-    """
+    """Return the folder of a bundled model, or of a GGUF file's weights in fp32; any other name as it is. Raises
+    ``DataError`` if the file, or the package that has it, is missing."""
     path = Path(name).expanduser()
     if name in PACKAGED:
         package, file = PACKAGED[name]
@@ -85,9 +83,7 @@ def _path(name: str):
 
 def _dequantized(file: Path) -> Path:
     """Write model and tokenizer of a GGUF file in fp32 to a folder in ``~/.cache/vqkv/models``, unless it is there.
-
-    Raises ``FormatError`` for a file that transformers cannot read.
-    """
+    Raises ``FormatError`` for a file that transformers cannot read."""
     with open(file, "rb") as data:
         digest = hashlib.file_digest(data, "sha256").hexdigest()
     folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"

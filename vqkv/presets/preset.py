@@ -121,6 +121,5 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
 
 
 def make(name: str, /, **arguments) -> Preset:
-    """Make the preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or
-    type."""
+    """Make the preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for what does not fit."""
     return call("preset", PRESETS, name, arguments)

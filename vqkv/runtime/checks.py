@@ -20,10 +20,8 @@ MANY = 1 << 62  # tokens, sequences or bytes
 
 def check_values(x: Tensor, head_dim: int | None = None, block_tokens: int = 1, most: float = math.inf) -> Tensor:
     """Return ``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); all checks of codecs' input are here.
-
     Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
-    or a magnitude above ``most``.
-    """
+    or a magnitude above ``most``."""
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise DataError(f"expected a floating tensor (batch, num_kv_heads, seq_len, head_dim), got {got}")
@@ -65,11 +63,8 @@ def whole_blocks(x: Tensor, block_tokens: int) -> Tensor:
 
 
 def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
-    """Call ``functions[name](**arguments)``; ``what`` the functions make stands in messages.
-
-    Raises ``UnknownNameError`` for an unknown name or argument. A function with ``**settings`` names unknown ones
-    itself.
-    """
+    """Call ``functions[name](**arguments)``; ``what`` the functions make stands in messages. Raises
+    ``UnknownNameError`` for an unknown name or argument, unless a function with ``**settings`` names unknown ones."""
     if not isinstance(name, str) or name not in functions:
         raise UnknownNameError(what, name, functions)
     parameters = inspect.signature(functions[name]).parameters
