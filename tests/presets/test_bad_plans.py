@@ -6,7 +6,7 @@ import pytest
 
 from vqkv import DataError, UnknownNameError, presets
 from vqkv.presets.plans import FromPrevious
-from vqkv.runtime.registry import parse_assignments
+from vqkv.runtime.checks import parse_assignments
 
 
 def test_settings_by_name_go_to_predictor_and_backbone():
