@@ -1,8 +1,7 @@
 """Rows that the reference models learn from: source text, repeated segments, key-value recall.
 
 Repeats (arXiv 2505.17863) and recall with keys and values from disjoint words (Zoology, arXiv 2312.04927) keep up and
-sharpen the induction that the models begin with. Everything is a function of a seed, so that training goes on where it
-was.
+sharpen the induction that the models begin with. All is a function of a seed, so that training goes on where it was.
 """
 
 import math
@@ -66,8 +65,7 @@ def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tu
 def recall(
     rng: np.random.Generator, seq_len: int, words: Words, num_pairs: int, filler: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (row, labels): BOS, lines of ``key value``, the filler, then the lines again in random order, values
-    labelled."""
+    """Draw (row, labels): BOS, lines of ``key value``, filler, then the lines in random order, values labelled."""
     keys, values = rng.permutation(words.keys)[:num_pairs], rng.choice(words.values, num_pairs)
     lines = np.stack([keys, values, np.full(num_pairs, words.newline)], 1)
     filler = np.empty(0, dtype=np.int64) if filler is None else np.append(filler, words.newline)

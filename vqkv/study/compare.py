@@ -117,8 +117,7 @@ def _holds(text: str, tokenizer, size: tuple) -> bool:
 
 
 def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
-    """Choose the largest of ``sizes`` that fits by a first pass' time; fewer systems where none does, else
-    ``DataError``."""
+    """Choose the largest of ``sizes`` that fits by a first pass' time, or fewer systems, or raise ``DataError``."""
     longest, about = max_positions(model), describe(model)
     channels, left_out = kv_width(about) * about["num_layers"], {}
     if channels > WIDEST:

@@ -163,8 +163,7 @@ class EvictingLayer(CompressedLayer):
 
 
 class EvictingCache(CompressedCache):
-    """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``, for sequences of equal length. It can neither be
-    cropped nor saved."""
+    """A ``CompressedCache`` that evicts, for sequences of equal length. It can neither be cropped nor saved."""
 
     def __init__(self, policy: H2O, model, decoded_cache_bytes: int = 0):
         super().__init__(policy, model, decoded_cache_bytes=decoded_cache_bytes)

@@ -1,7 +1,6 @@
 """``python -m vqkv.study.report``: the executed pages as a folder of HTML, for people without Jupyter.
 
-Every page is one file that needs no network: figures are embedded, code is folded away. ``index.html`` lists the pages
-with what they ask and found.
+Every page is one file that needs no network: figures are embedded, code is folded away. ``index.html`` lists them.
 """
 
 import re

@@ -1,8 +1,7 @@
 """``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
 
 All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which, and the order of tables; tables
-that are no experiments are computed in full. Left out: times and peaks of memory, which belong to a machine, and what
-``--minutes`` do not reach.
+that are no experiments are computed in full. Left out: times and peaks of memory, and what ``--minutes`` do not reach.
 """
 
 import importlib
@@ -52,8 +51,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
-    """Return the largest relative ``difference`` from the nearest row with the same words, and its ``column``; infinite
-    where there is no such row."""
+    """Return the largest relative ``difference`` from the nearest row of the same words (infinite: none), and where."""
     shared = [str(name) for name in kept if name in rows and not str(name).endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]

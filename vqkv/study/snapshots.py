@@ -58,8 +58,7 @@ class Stream:
         return DELTA if number % self.interval else KEYFRAME
 
     def state(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (keys, values), lists over layers (batch, num_kv_heads, seq_len, head_dim), read back after ``step``
-        (from 0)."""
+        """Read back (keys, values) after ``step`` (from 0): lists of (batch, num_kv_heads, seq_len, head_dim)."""
         last = step + 1
         numbers = range(max(1, last - last % self.interval), last + 1)
         parts = [self._decoded(number) for number in numbers]

@@ -121,8 +121,7 @@ def contenders(
     fit: Callable[[presets.Preset], Compressor], systems: list[str], seed: int = 0, kmeans_iterations: int = 10
 ) -> dict:
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
-    and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
-    another label."""
+    and transformers' caches, or a warning for a missing package. Raises ``UnknownNameError`` for another label."""
     wanted, by_label = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
     for label in tqdm(chosen(systems), desc="calibrate", leave=False, disable=None):

@@ -1,5 +1,4 @@
-"""Formats in which a cache stores its keys or values, made of random numbers: shapes and sizes are the published
-systems'."""
+"""Formats in which a cache stores its keys or values, made of random numbers, in the published systems' sizes."""
 
 from collections.abc import Callable
 from dataclasses import replace

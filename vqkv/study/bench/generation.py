@@ -31,16 +31,14 @@ def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
     device: str, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``, [batch size, tokens of context, generated tokens]; a row per run and
-    system.
+    """Time every system in each of ``runs``, [batch size, context, generated tokens]: a row per run and system.
 
     Prefills take turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``DynamicCache`` and
     transformers' quanto cache of 4 bits are always among ``systems`` ([] for all). ``attention``: the model's.
 
     Milliseconds: ``prefill_ms``, median of ``rounds``; ``decode_ms``, median of tokens, with quartiles; ``mean_ms``,
     with steps that pack a block. ``added_ms`` and ``added_mean_ms``: median and mean of differences from
-    ``DynamicCache`` for the same token. ``slowdown``: of ratios. ``stored_bytes``: at the end. Raises
-    ``UnknownNameError`` for other systems.
+    ``DynamicCache`` for the same token. ``slowdown``: of ratios. ``stored_bytes``: at the end.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)

@@ -34,8 +34,7 @@ ON_A_GPU = {"rows": 65536, "sweep_rows": 16384, "tokens": 8192,
 
 
 def speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> list[dict]:
-    """Time ``operations`` (all if there are none) with a model's heads; a row a case, all in turn with the roofline's
-    probes.
+    """Time ``operations`` (all if there are none) with a model's heads, in turn with the roofline's probes: a row each.
 
     ``sizes``: other fields of ``Sizes``. ``median``, ``min``, ``max``: milliseconds of ``repetitions`` calls.
     ``throughput``: millions of values a second (of probes: bytes or flops). ``bound_ms``: the roofline's;

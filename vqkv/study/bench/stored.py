@@ -170,8 +170,7 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> Problem:
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with query (batch, heads, 1, head_dim) by torch; heads of a KV head as its queries, faster than
-    ``enable_gqa``."""
+    """Attend with query (batch, heads, 1, head_dim) by torch; its heads are a KV head's queries: faster than GQA."""
     batch, heads, _, head_dim = query.shape
     grouped = query.view(batch, keys.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, head_dim)

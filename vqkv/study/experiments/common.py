@@ -47,8 +47,7 @@ def exact_compressor(subject: Subject) -> Compressor:
 
 
 def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, Any]:
-    """Return ``evaluate``'s row of the held-out text, or of other ``tokens``, with ``ppl_increase`` (%) and
-    ``kl_each``."""
+    """Return ``evaluate``'s row of the held-out text or ``tokens``, with ``ppl_increase`` (%) and ``kl_each``."""
     tokens = subject.test if tokens is None else tokens
     row = evaluate(subject.model, compressor, tokens, per_sequence=True, exact=subject.exact, **read)
     each = {"kl_each": " ".join(f"{kl:.5g}" for kl in row["kl_each"])}

@@ -1,5 +1,4 @@
-"""Notebook 10: what is answered about a text that an exact cache answers: facts hidden in it, and a passage that comes
-again."""
+"""Notebook 10: what is answered of what an exact cache answers: facts hidden in a text, a passage that comes again."""
 
 from typing import Any
 

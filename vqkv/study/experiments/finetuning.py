@@ -33,11 +33,9 @@ def finetuning(
     subject: Subject, label: str, rate: float, count: int, num_quantizers: list[int], quantizer: dict, steps: int,
     size: list[int], protocol: str,
 ) -> dict:  # fmt: skip
-    """Fine-tune for ``steps`` steps of ``size`` tokens, with several ``seeds``, at each of ``rates``; a control at the
-    highest.
+    """Fine-tune for ``steps`` steps of ``size`` tokens, by ``seeds`` and ``rates``, with a control at the highest.
 
-    A row per seed, codebooks, label and rate (0: not trained): ``ppl`` of the same sequences packed, ``ppl_exact``
-    exact. ``quantizer``: of ``presets.vqllm``.
+    A row per seed, codebooks, label and rate (0: not trained). ``quantizer``: of ``presets.vqllm``.
     """
     tuning: dict[str, Any] = {"steps": steps, "size": size, "rate": rate}
     preset = presets.vqllm(count, **quantizer, seed=subject.seed)

@@ -18,8 +18,7 @@ def contents() -> dict[str, str]:
 
 
 def findings(tables: dict[str, str]) -> pd.DataFrame:
-    """Make the table of the study's findings from ``tables`` (of ``contents``): ``least`` and ``most`` of each one's
-    cases."""
+    """List the study's findings from ``tables`` (of ``contents``), with ``least`` and ``most`` of each one's cases."""
     latency, frontier, claims = map(stored_table, READ)
     seen, model, ranges = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from vqkv import presets
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.gram import Gram
-from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.experiments.probes import Gram, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment

@@ -29,12 +29,10 @@ FP16 = "fp16"  # a cache of everything, rounded: the floor
     )
 )
 def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
-    """Measure transformers' caches by tokens kept exact until they are quantized as one block; a row per system and
-    length.
+    """Measure transformers' caches by tokens that wait, exact, to be quantized as a block; a row per system and length.
 
     ``swept`` with all ``lengths`` (0: as 1), ``systems`` with ``length``; ``snapshot`` protocol, token by token.
-    ``held``: exact tokens that a scored one reads. ``bits_per_value``: packed, scales in 16 bits; ``bits_1k``,
-    ``bits_8k``: with held ones.
+    ``held``: exact tokens that a scored one reads. ``bits_per_value``: packed; ``bits_1k``, ``bits_8k``: held ones too.
     """
     name, bits = label.removeprefix("transformers ").rsplit(" ", 1)
     system, test = TransformersQuantized(name, int(bits), residual_length=max(1, length)), subject.test

@@ -30,8 +30,7 @@ FP16 = "fp16 file"
 def restoring_times(
     subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
 ) -> pd.DataFrame:
-    """Save, restore and go on after prompts of ``lengths`` tokens: a row per length and way, a file of 16 bits among
-    them.
+    """Save, restore and go on after prompts of ``lengths`` tokens, in 16 bits too: a row per length and way.
 
     Medians of ``rounds`` in milliseconds, files in memory: ``ready_ms``, until the cache and the next token are there;
     ``again_ms``, prompt and token computed again.
@@ -102,8 +101,7 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
 
 @experiment(lambda systems: product(system=chosen(systems)))
 def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
-    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL of 63 tokens, passages copied; a row a
-    system.
+    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL, passages copied; a row a system.
 
     ``same``: every logit has the bits that a cache never saved gives.
     """

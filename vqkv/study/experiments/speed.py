@@ -1,8 +1,9 @@
-"""Notebook 09: how fast the kernels are, and what reading a packed cache costs in time."""
+"""Notebooks 08 and 09: time and memory of caches in use, of kernels, and of reading a packed cache."""
 
 import pandas as pd
 
 from vqkv.study.bench.formats import bits_per_value
+from vqkv.study.bench.generation import latency, peak_memory
 from vqkv.study.bench.speed import ROOFLINE, speed
 from vqkv.study.bench.stored import ATTENTION, DECODED, SDPA
 from vqkv.study.experiments.common import frame
@@ -46,3 +47,19 @@ def trade(table: pd.DataFrame) -> pd.DataFrame:
     columns = {"bits": bits, "smaller": 16 / bits, "packed": packed["ratio_to_fp16"]}
     columns |= {"decoded": decoded["ratio_to_fp16"], "possible": packed["bound_ms"] / bound}
     return pd.DataFrame(columns, index=packed.index)
+
+
+def generation_latency(**settings) -> pd.DataFrame:
+    """Time by ``bench.generation.latency``; no case of a sweep, as all systems take turns in one process."""
+    return frame(latency(**settings), {})
+
+
+def read_in_place(geometries: list[str], **settings) -> pd.DataFrame:
+    """``generation_latency`` of several shapes, where attention reads packed tokens as they lie, if kernels can."""
+    runs = [latency(geometry=geometry, attention="vqkv_packed", **settings) for geometry in geometries]
+    return frame([row for rows in runs for row in rows], {})
+
+
+def generation_peak(**settings) -> pd.DataFrame:
+    """Resident memory by ``bench.generation.peak_memory``, which differs a little from run to run; nor a sweep."""
+    return frame(peak_memory(**settings), {})

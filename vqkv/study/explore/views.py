@@ -73,8 +73,7 @@ class Dialogue:
 
 
 def conversation(systems: list, subject: Subject, turns: list, max_new_tokens: int) -> pd.DataFrame:
-    """Say the same ``turns`` to each system: rows of ``Dialogue.turn``. A turn is a text, or [number, length] of a
-    passage."""
+    """Say the same ``turns``, texts or [number, length] of a passage, to each system: rows of ``Dialogue.turn``."""
     talks = [Dialogue(system, subject) for system in systems]
     said = [_text(subject, turn) for turn in turns]
     return frame([row for talk in talks for text in said for row in talk.turn(text, max_new_tokens)], subject.sources)
@@ -96,8 +95,7 @@ def _piece(tokenizer, before: list[int], token: int) -> str:
 
 
 def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: int, token: int) -> pd.DataFrame:
-    """One key of a conversation's first turn on its way through the codec of each of the ``systems``: a row per
-    ``stage`` and ``value``.
+    """Follow a key of a conversation's first turn through the codec of each system: a row per ``stage`` and ``value``.
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
     all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes

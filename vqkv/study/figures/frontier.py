@@ -107,8 +107,7 @@ def ablation_dots(pairs, contexts: dict[str, str]):
 
 
 def proxy_dots(correlations):
-    """Draw Spearman's correlation of each proxy with what a task loses. Shaded: the one that sees keys and values
-    alone."""
+    """Draw Spearman's correlation of each proxy with what a task loses; shaded: the one that sees no model."""
     rows = correlations.set_index("proxy").loc[list(PROXIES)]
     (model,), positions = set(rows["model"]), np.arange(len(rows))
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))

@@ -22,8 +22,7 @@ CLOSE_TO_ONE = 0.9995
 
 
 def evr_bars(table, quantizers):
-    """Draw mean EVR of keys and values by source, trained (bar) and with random weights (diamond), and its worth in
-    bits.
+    """Draw mean EVR by source, trained (bar) and with random weights (diamond), and its worth in bits.
 
     Stars mark the source's open questions. ``quantizers`` (bits, explained_variance) are lines.
     """
