@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
+from vqkv.data.bundled import documents
 from vqkv.data.recall import single_token_words
+from vqkv.runtime.files import replacing
 
+CORPORA = ("python", "prose-files")
+TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 IGNORE = -100
 COPY = 0.7  # chance that a segment is copied once more
 LONGEST_SEGMENT = 21
@@ -78,6 +83,15 @@ def recall(
     return row, labels
 
 
+def write_stream(path: Path, tokenizer, split: str) -> None:
+    """Write the token ids of every document of one split, source and prose, to a uint16 file."""
+    with replacing(path) as file:
+        for name in CORPORA:
+            for text in tqdm(documents(name, split), desc=f"tokenise {name} {split}", unit=" documents"):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                file.write(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16).tobytes())
+
+
 class TokenStream:
     """Windows, chunks and functions of a file of uint16 token ids."""
 
@@ -98,16 +112,12 @@ class TokenStream:
         row = np.append(self.bos, self.span(rng, seq_len - 1))
         return row, row
 
-    def function(self, rng: np.random.Generator, longest: int) -> np.ndarray:
-        """Draw a function of the source, from its ``def`` to the next, at most ``longest`` tokens."""
-        i = rng.integers(0, len(self.functions) - 1)
-        start, end = self.functions[i], self.functions[i + 1]
-        return self.ids[start : min(end, start + longest)].astype(np.int64)
-
     def copied(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw (row, labels): BOS and text in which a chunk or function comes back, other text in between."""
         if rng.random() < 0.5:
-            part = self.function(rng, seq_len // 3)
+            i = rng.integers(0, len(self.functions) - 1)  # from a ``def`` to the next
+            start, end = self.functions[i], self.functions[i + 1]
+            part = self.ids[start : min(end, start + seq_len // 3)].astype(np.int64)
         else:
             part = self.span(rng, int(rng.integers(16, seq_len // 3 + 1)))
         row = [np.array([self.bos])]

@@ -29,8 +29,7 @@ from vqkv.models.plain import copied, plain
 def attention_scores(model, tokens: Tensor, last: int = 0) -> list[Tensor]:
     """Sum, by layer, the attention that each of ``tokens`` (num_seqs, seq_len) gets in one causal pass.
 
-    Returns fp32 (num_seqs, num_kv_heads, seq_len): sums over the ``last`` queries (0: all) and over the query heads of
-    a KV head, of the model's own probabilities.
+    Returns fp32 (num_seqs, num_kv_heads, seq_len): sums over the ``last`` queries (0: all) and a KV head's query heads.
     """
     eager = copied(plain(model)).eval()  # whose way to attend is its own
     eager.set_attn_implementation("eager")
@@ -133,8 +132,7 @@ class EvictedKeys(TokenStore):
 
 @dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
-    """One layer of an ``EvictingCache``. ``chosen``: the tokens of the prompt to keep (batch, num_kv_heads, kept), from
-    when these are known until they are stored."""
+    """One layer of an ``EvictingCache``. ``chosen``: tokens to keep (batch, num_kv_heads, kept), until stored."""
 
     chosen: Tensor | None = field(default=None, init=False)
 

@@ -19,7 +19,7 @@ from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
 from vqkv.study.tables import provenance, stored_names, stored_table
 
-OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
+OF_A_MACHINE = ("latency", "peak_memory", "read_in_place", "speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
 SPREAD = 0.03  # by which an Intel Xeon's and an AMD EPYC's numbers differed at most (page 11's search: 2.6%)
 NOT_COMPARED = ("_each", "_floor")  # numbers of single windows; fp16's own error, which is rounding
@@ -61,18 +61,14 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
             return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
-        differences = _relative(same[numbers].astype(float), row[numbers].astype(float))
+        ours, theirs = row[numbers].astype(float), same[numbers].astype(float)
+        larger = theirs.abs().clip(lower=ours.abs(), axis=1)
+        differences = ((theirs - ours).abs() / larger.where(larger > 0, 1.0)).fillna(math.inf)
+        differences = differences.mask(theirs.isna() & ours.isna(), 0.0)  # none where both are missing
         nearest = differences.iloc[int(differences.max(axis=1).argmin())]
         if nearest.max() > worst["difference"]:
             worst = {"difference": nearest.max(), "column": nearest.idxmax()}
     return worst
-
-
-def _relative(kept: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
-    """Differences over the larger of two numbers; 0 where both are missing."""
-    larger = kept.abs().clip(lower=row.abs(), axis=1)
-    differences = ((kept - row).abs() / larger.where(larger > 0, 1.0)).fillna(math.inf)
-    return differences.mask(kept.isna() & row.isna(), 0.0)
 
 
 app = typer.Typer(add_completion=False)

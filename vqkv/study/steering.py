@@ -15,9 +15,5 @@ class Steering:
     recompute: bool = False
     workers: int = 0
 
-    def cell(self) -> str:
-        """Return the code that a kernel runs before a page; it is not saved with it."""
-        return f"from vqkv.study import steering\nsteering.current = steering.{self!r}"
-
 
 current = Steering()  # a page that is opened by itself reads and writes the repository's tables

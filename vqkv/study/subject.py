@@ -52,9 +52,8 @@ class Subject:
 
     def each(self, **choices: list) -> list["Subject"]:
         """A copy for every combination of settings: ``each(name=models, seed=seeds)``."""
-        return [
-            dataclasses.replace(self, **dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())
-        ]
+        combined = itertools.product(*choices.values())
+        return [dataclasses.replace(self, **dict(zip(choices, chosen))) for chosen in combined]
 
     @property
     def model(self):

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from vqkv import presets
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.meter import tensor_bytes
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
 from vqkv.study.peers import TransformersQuantized
@@ -158,11 +157,6 @@ def random_tokens(model, batch_size: int, seq_len: int, seed: int = 0) -> torch.
     """Token ids (batch_size, seq_len) on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size, (batch_size, seq_len), generator=generator).to(model.device)
-
-
-def stored_bytes(cache, system) -> int:
-    """Bytes of every tensor that a cache holds and its system (codebooks, predictors) does not."""
-    return tensor_bytes(cache, system) - tensor_bytes(system)
 
 
 def check_known(kind: str, names: Iterable[str], valid: Collection[str]) -> None:

@@ -4,17 +4,13 @@
 """
 
 # ruff: noqa: F401
+from vqkv.study.bench.generation import latency as generation_latency
+from vqkv.study.bench.generation import peak_memory as generation_peak
+from vqkv.study.bench.speed import speed as kernel_speed
 from vqkv.study.experiments.audit import audited_tables, claims_audit
-from vqkv.study.experiments.comparisons import (
-    at_equal_bits,
-    paired_ablation,
-    paired_ratio,
-    proxy_correlations,
-    with_families,
-)
+from vqkv.study.experiments.comparisons import paired_ablation, paired_ratio, proxy_correlations, with_families
 from vqkv.study.experiments.designs import BEST
-from vqkv.study.experiments.facts import retrieval
-from vqkv.study.experiments.finetuning import finetuning, given_back
+from vqkv.study.experiments.facts import finetuning, given_back, retrieval
 from vqkv.study.experiments.frontier import chosen_settings, design_search, frontier, tuning
 from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import code_entropy, eviction, tier_ladder
@@ -30,7 +26,6 @@ from vqkv.study.experiments.predictors import (
     predictor_ablation,
     predictor_choices,
 )
-from vqkv.study.experiments.quantized_cache import first_difference, greedy_text, residual_lengths
 from vqkv.study.experiments.residual_vq import (
     gaps,
     gaussian_depth,
@@ -51,10 +46,10 @@ from vqkv.study.experiments.rule import (
 )
 from vqkv.study.experiments.speed import (
     against_ours,
-    generation_latency,
-    generation_peak,
-    kernel_speed,
+    first_difference,
+    greedy_text,
     read_in_place,
+    residual_lengths,
     trade,
 )
 from vqkv.study.experiments.thresholds import claimed_sweep, modes, sequence_damage, threshold_sweep

@@ -14,6 +14,7 @@ does not compare. ``figures``: how many published ones it stands for. ``reason``
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
@@ -55,25 +56,24 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
         if pair is None or pair[1] != contents:
             raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
         own[name] = pair[0]
-    audited = pd.DataFrame([row(claim, *_recomputed(claim, own)) for claim in listed().to_dict("records")])
+    rows = []
+    for claim in listed().to_dict("records"):
+        name = claim["table"]
+        recomputed: tuple[list[Case], dict] = ([], {})
+        if claim["arithmetic"]:
+            recomputed = find(claim, published(name) if name else pd.DataFrame())
+        elif claim["measured"]:
+            with suppress(LookupError, ValueError):  # the table is not there, or has other systems or settings
+                recomputed = find(claim, own[name])
+        rows.append(row(claim, *recomputed))
+    audited = pd.DataFrame(rows)
     audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
     return audited
 
 
 def listed() -> pd.DataFrame:
     """Return the claims, as words but for ``figures``."""
-    claims = published("claims").fillna("")
-    return claims.astype(str).astype({"figures": int})
-
-
-def _recomputed(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
-    """Return no case of a claim that cannot be tested: its table is not there, or has other systems or settings."""
-    if claim["arithmetic"]:
-        return find(claim, published(claim["table"]) if claim["table"] else pd.DataFrame())
-    try:
-        return find(claim, own[claim["table"]]) if claim["measured"] else ([], {})
-    except (LookupError, ValueError):
-        return [], {}
+    return published("claims").fillna("").astype(str).astype({"figures": int})
 
 
 def agrees(rule: str, said: float, recomputed: float) -> bool:
@@ -86,16 +86,6 @@ def agrees(rule: str, said: float, recomputed: float) -> bool:
     """
     name, _, number = rule.partition(": ")
     return _RULES[name](said, recomputed, float(number or 0))
-
-
-def verdict(rule: str, cases: list[Case]) -> str:
-    """Say whether all cases, some or none agree; ``ours``, which the source did not compare, says nothing of it."""
-    if not cases:
-        return NEITHER
-    if rule == "ours":
-        return OURS
-    agree = sum(agrees(rule, *case) for case in cases)
-    return HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
 
 
 def find(claim: dict, table: pd.DataFrame) -> tuple[list[Case], dict]:
@@ -129,6 +119,8 @@ def row(claim: dict, cases: list[Case], facts: dict) -> dict:
     low, high = (facts.get(end, math.nan) for end in ("low", "high"))
     end = {"above": low, "below": high}.get(rule.partition(":")[0], math.nan)
     decisive = cases if math.isnan(end) else [(said, end) for said, _ in cases]
+    agree = sum(agrees(rule, *case) for case in decisive) if rule != "ours" else 0
+    verdict = OURS if rule == "ours" else HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
     if cases:
         said, recomputed = max(cases, key=lambda case: _distance(rule, *case))
         reason = filled(claim["reason"], facts | {"recomputed": recomputed})
@@ -146,9 +138,9 @@ def row(claim: dict, cases: list[Case], facts: dict) -> dict:
         "unit": claim["unit"],
         "how": ARITHMETIC if claim["arithmetic"] else MEASURED if claim["measured"] else NEITHER,
         "rule": rule,
-        "agree": sum(agrees(rule, *case) for case in decisive) if rule != "ours" else 0,
+        "agree": agree,
         "of": len(cases),
-        "verdict": verdict(rule, decisive),
+        "verdict": verdict if cases else NEITHER,
         "figures": claim["figures"],
         "where": page if claim["measured"] else claim["arithmetic"],
         "reason": reason,

@@ -1,5 +1,4 @@
-"""Notebook 11: every system and the unpublished crosses on one harness, the search among the latter, and the
-baselines' tuning."""
+"""Notebook 11: every system and the unpublished crosses on one harness, with searches among both on other text."""
 
 import ast
 import itertools
@@ -13,14 +12,7 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
-from vqkv.presets import Preset
-from vqkv.study.experiments.common import (
-    bits_with_side,
-    by_window,
-    explained_by_layer,
-    facts_answered,
-    tokens_kept_exact,
-)
+from vqkv.study.experiments.common import bits_with_side, by_window, exact_tokens, explained_by_layer, facts_answered
 from vqkv.study.experiments.designs import every, exists, factorial, published
 from vqkv.study.experiments.residual_vq import shallower
 from vqkv.study.shared import per_process
@@ -47,7 +39,7 @@ def design_search(
     """
     compressor = fitted(presets.crossed(**factorial()[design], bits=bits, seed=subject.seed, **learning), subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
-    totals = total_bits(row, subject.about, tokens_kept_exact(compressor))
+    totals = total_bits(row, subject.about, exact_tokens(compressor))
     label = {"model": subject.name, "design": design, "bits": bits}
     label |= {f"equivalent_bits_{at}": equivalent_bits(totals[f"bits_{at}_x1"], row["kl_mean"]) for at in contexts}
     columns = ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes", "kl_each")
@@ -69,9 +61,8 @@ def _cases(
     wanted = [label for label in labels if label in (systems or labels)]
     listed: list[tuple[str, float]] = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
     listed += [(design, rate) for rate, design in itertools.product(bits, designs) if exists(design, rate)]
-    return [
-        {"subject": each, "system": label, "bits": rate} for each in subject.each(seed=seeds) for label, rate in listed
-    ]
+    subjects = subject.each(seed=seeds)
+    return [{"subject": each, "system": label, "bits": rate} for each in subjects for label, rate in listed]
 
 
 @experiment(_cases)
@@ -88,7 +79,7 @@ def frontier(
     compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     row |= facts_answered(subject, compressor, **facts) if facts else {}
-    row |= total_bits(row, subject.about, tokens_kept_exact(compressor))
+    row |= total_bits(row, subject.about, exact_tokens(compressor))
     one = None if compressor.joint else explained_by_layer(subject, compressor, subject.test[:1])
     row["evr"] = statistics.mean(one.values()) if one else math.nan
     return [{"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits} | row]
@@ -97,18 +88,14 @@ def frontier(
 def fitted_system(
     subject: Subject, system: str, bits: float, vqllm: dict, learning: dict, tuned: dict | None = None
 ) -> Compressor:
-    """A published system or a design, fitted."""
+    """A published system or a design, fitted; residual VQ is cut out of the deepest with codebooks of its size."""
     if system in vqllm:
-        return _residual(subject, system, vqllm, learning["sink_tokens"], tuned or {})
+        depth, size = vqllm[system]
+        label = max((name for name, other in vqllm.items() if other[1] == size), key=lambda name: vqllm[name][0])
+        settings = {"vqllm": vqllm, "sink_tokens": learning["sink_tokens"], "tuned": tuned or {}}
+        return shallower(_deepest(subject=subject, label=label, **settings), depth)
     preset = published(vqllm, learning["sink_tokens"], subject.seed, tuned).get(system)
     return fitted(preset or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject)
-
-
-def _residual(subject: Subject, system: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
-    """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
-    depth, size = vqllm[system]
-    label = max((label for label, other in vqllm.items() if other[1] == size), key=lambda label: vqllm[label][0])
-    return shallower(_deepest(subject=subject, label=label, vqllm=vqllm, sink_tokens=sink_tokens, tuned=tuned), depth)
 
 
 @per_process(maxsize=1)
@@ -180,22 +167,17 @@ def tuning(
     which no table reports. ``equivalent_bits``: as in ``design_search``, with the bits of ``context``, exact tokens and
     side information included. ``chosen``: the least within a family, or its default if that is not worse by ``WORTH``.
     """
-    compressor = fitted(trial(family, arguments, vqllm, sink_tokens, subject.seed), subject)
+    label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
+    compressor = fitted(published(vqllm, sink_tokens, subject.seed, {family: arguments})[label], subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
-    bits = total_bits(row, subject.about, tokens_kept_exact(compressor))[f"bits_{context}_x1"]
+    bits = total_bits(row, subject.about, exact_tokens(compressor))[f"bits_{context}_x1"]
     words = ", ".join(f"{name} {value}" for name, value in arguments.items())
-    label = {"model": subject.name, "family": family, "settings": words, "arguments": repr(arguments)}
-    label |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
-    return [label | {f"bits_{context}_x1": bits, "equivalent_bits": equivalent_bits(bits, row["kl_mean"])}]
+    about = {"model": subject.name, "family": family, "settings": words, "arguments": repr(arguments)}
+    about |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
+    return [about | {f"bits_{context}_x1": bits, "equivalent_bits": equivalent_bits(bits, row["kl_mean"])}]
 
 
 def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
     """Family -> the arguments that were chosen for it, as ``frontier`` takes them."""
     kept = table[table["chosen"]].drop_duplicates("family")
     return {family: ast.literal_eval(each) for family, each in zip(kept["family"], kept["arguments"], strict=True)}
-
-
-def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
-    """A family at the rate that it is tuned at; of residual VQ the first of ``vqllm``."""
-    label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
-    return published(vqllm, sink_tokens, seed, {family: arguments})[label]

@@ -71,13 +71,11 @@ def _evicted(subject: Subject, live, interval: int, retain: float, recent: float
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
-    complete, evicted = (
-        Stream(_one_keyframe(live, last, index), "fp32", "exact", 1).report() for index in (None, kept)
-    )
+    streams = (Stream(_one_keyframe(live, last, index), "fp32", "exact", 1) for index in (None, kept))
+    complete, evicted = (stream.report()["keyframe_bytes"] for stream in streams)
     settings = {"prompt_len": steps, "batch_size": len(tokens), "reconstruction": False, "exact": subject.exact}
     row = evaluate(subject.model, H2O(exact_compressor(subject), retain, recent), tokens, "snapshot", **settings)
-    saved = {"saved_bytes": complete["keyframe_bytes"] - evicted["keyframe_bytes"]}
-    return saved | {name: row[name] for name in DAMAGE}
+    return {"saved_bytes": complete - evicted} | {name: row[name] for name in DAMAGE}
 
 
 def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:

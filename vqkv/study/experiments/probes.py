@@ -18,7 +18,6 @@ from vqkv.presets import Preset
 from vqkv.study.metrics import bits_saved
 
 Name = Hashable  # what a block of features, (samples, width), is called
-AQUA_STRENGTH = 1e-3  # of its ridge
 PART = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
@@ -179,15 +178,6 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
             row |= {"train_tokens": train.count, "evr": evr, "bits": bits_saved(evr)}
             rows.append(row | {"mean_share": test.mean_share(target, train.mean(target))})
     return rows
-
-
-def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Measure held-out EVR of AQUA-KV's predictors on exact inputs: K from K-1, V from [V-1; K], by layer from 1."""
-    probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
-    sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
-    settings = len(kv_layers(model)), AQUA_STRENGTH
-    rows_of = {role: explained_variance(sums, judged, [probe], *settings) for role, probe in probes.items()}
-    return {role: [row["evr"] for row in rows] for role, rows in rows_of.items()}
 
 
 def shuffled(seed: int) -> Form:

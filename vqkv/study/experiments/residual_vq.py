@@ -18,7 +18,7 @@ from vqkv.codecs.stage import codec_from_config
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.evaluation.evaluate import reconstruction_error
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import bits_with_side, by_window, exact_compressor, facts_answered, paired
+from vqkv.study.experiments.common import bits_with_side, by_window, exact_compressor, facts_answered
 from vqkv.study.metrics import relative_mse
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -45,7 +45,9 @@ def grouping(subject: Subject, label: str, quantizer: dict, facts: dict[str, int
     exact = exact_compressor(subject)
     key = _fitted(subject=subject, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else exact
     value = _fitted(subject=subject, quantizer=quantizer, key_grouping=None) if values else exact
-    compressor = paired(key, value, like=key if key_grouping else value)
+    codecs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
+    like = key if key_grouping else value
+    compressor = Compressor(like.name, codecs, like.settings, like.model)
     row = by_window(subject, compressor, chunk_size=chunk_size)
     row |= facts_answered(subject, compressor, **facts, seed=0) if facts else {}
     return {"model": subject.name, "quantised": label, "seed": subject.seed} | row

@@ -1,20 +1,28 @@
-"""Notebooks 08 and 09: time and memory of caches in use, of kernels, and of reading a packed cache."""
+"""Notebooks 08 and 09: caches in use, transformers' by residual length, greedy text with each, and kernels."""
 
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pandas as pd
+import torch
 
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.evaluation.exact import RoundedCache
+from vqkv.models.load import load_model
+from vqkv.study.bench.caches import Uncompressed, chosen, contenders
 from vqkv.study.bench.formats import bits_per_value
-from vqkv.study.bench.generation import latency, peak_memory
-from vqkv.study.bench.speed import ROOFLINE, speed
+from vqkv.study.bench.generation import Generation, latency
+from vqkv.study.bench.speed import ROOFLINE
 from vqkv.study.bench.stored import ATTENTION, DECODED, SDPA
-from vqkv.study.experiments.common import frame
+from vqkv.study.experiments.common import bits_with_side
+from vqkv.study.peers import TransformersQuantized
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 from vqkv.study.tables import with_numbers
 
 OURS = "vqkv"
-
-
-def kernel_speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> pd.DataFrame:
-    """Time kernels by ``bench.speed.speed``; ``operations``: [] for all; ``sizes``: fields of ``bench.case.Sizes``."""
-    return frame(speed(geometry, operations, threads, repetitions, **sizes), {})
 
 
 def against_ours(table: pd.DataFrame) -> pd.DataFrame:
@@ -49,17 +57,78 @@ def trade(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns, index=packed.index)
 
 
-def generation_latency(**settings) -> pd.DataFrame:
-    """Time by ``bench.generation.latency``; no case of a sweep, as all systems take turns in one process."""
-    return frame(latency(**settings), {})
-
-
 def read_in_place(geometries: list[str], **settings) -> pd.DataFrame:
-    """``generation_latency`` of several shapes, where attention reads packed tokens as they lie, if kernels can."""
+    """``bench.generation.latency`` of several shapes, where attention reads packed tokens in place, if kernels can."""
     runs = [latency(geometry=geometry, attention="vqkv_packed", **settings) for geometry in geometries]
-    return frame([row for rows in runs for row in rows], {})
+    return pd.concat(runs, ignore_index=True)
 
 
-def generation_peak(**settings) -> pd.DataFrame:
-    """Resident memory by ``bench.generation.peak_memory``, which differs a little from run to run; nor a sweep."""
-    return frame(peak_memory(**settings), {})
+MEASURED = ("ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "exact_neighbours", "side_bytes")
+BITS_AT = {"bits_1k": 1024, "bits_8k": 8192}
+EXACT = "exact"
+FP16 = "fp16"  # a cache of everything, rounded: the floor
+
+
+@experiment(
+    lambda swept, lengths, systems, length: (
+        product(label=swept, length=lengths) + product(label=systems, length=[length])
+    )
+)
+def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
+    """Measure transformers' caches by tokens that wait, exact, to be quantized as a block; a row per system and length.
+
+    ``swept`` with all ``lengths`` (0: as 1), ``systems`` with ``length``; ``snapshot`` protocol, token by token.
+    ``held``: exact tokens that a scored one reads. ``bits_per_value``: packed; ``bits_1k``, ``bits_8k``: held ones too.
+    """
+    name, bits = label.removeprefix("transformers ").rsplit(" ", 1)
+    system, test = TransformersQuantized(name, int(bits), residual_length=max(1, length)), subject.test
+    how: dict[str, Any] = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
+    row = evaluate(subject.model, system, test, exact=subject.exact, batch_size=2, **how)  # of which logits are held
+    row = {name: row[name] for name in MEASURED}
+    short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
+    row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
+    row["held"] = row.pop("exact_neighbours") - 1  # itself
+    row |= {name: bits_with_side(row, subject.about, n, row["held"]) for name, n in BITS_AT.items()}
+    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    return {"model": subject.name, "system": label, "length": length} | row
+
+
+@per_process(maxsize=1)
+def _in_bfloat16(name: str, device: str):
+    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
+    return load_model(name, "bfloat16", device)[0]
+
+
+@experiment(lambda systems: product(label=[EXACT, FP16, *chosen(systems)]))
+def greedy_text(subject: Subject, label: str, new_tokens: int) -> list[dict]:
+    """Go on greedily for ``new_tokens`` after each held-out prompt; a row per system (of ``bench.caches``) and prompt.
+
+    ``same``: tokens equal to the exact cache's before the first that differs. ``fp16`` is the exact cache, rounded.
+    """
+    model, prompts, rows = subject.model, subject.test.to(subject.model.device), []
+    systems = {EXACT: Uncompressed()} | ({} if label in (EXACT, FP16) else fitted_contender(subject, label))
+    exact, other = (Generation(model, systems.get(name)) for name in (EXACT, label))
+    if label == FP16 or label in systems:
+        exact.prefill(prompts)
+        other.cache = RoundedCache(model, torch.float16) if label == FP16 else systems[label].new_cache(model)
+        other.feed(prompts)
+        expected = exact.answer(new_tokens)
+        for number, text in enumerate(other.answer(new_tokens)):
+            same = (text == expected[number]).cumprod(0).sum().item()
+            about = {"model": subject.name, "system": label, "prompt": number}
+            rows.append(about | {"same": same, "new_tokens": new_tokens})
+    return rows
+
+
+def fitted_contender(subject: Subject, label: str) -> dict:
+    """The system of this label by its name, fitted; nothing for transformers' cache with a package that is missing."""
+    fit = partial(subject.calibrated, batch_size=len(subject.train))
+    return contenders(fit, [label], subject.seed)
+
+
+def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
+    """Return quartiles of equal tokens before the first that differs; ``never``: the share of prompts without."""
+    rows = greedy.assign(never=greedy["same"] == greedy["new_tokens"])
+    groups = rows.groupby(["model", "system"], sort=False)
+    quartiles = groups["same"].quantile(np.array([0.25, 0.5, 0.75])).unstack().set_axis(["q1", "median", "q3"], axis=1)
+    return quartiles.join(groups["never"].mean())

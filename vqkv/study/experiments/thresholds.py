@@ -78,9 +78,8 @@ def threshold_sweep(
     label["median_error"] = _median_error(compressor, keys, values)
     settings: dict[str, Any] = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
     settings["step_size"] = subject.test.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
-    row = evaluate(
-        subject.model, compressor, subject.test, "snapshot", exact=subject.exact, per_sequence=True, **settings
-    )
+    settings |= {"exact": subject.exact, "per_sequence": True}
+    row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)
     label |= {name: row[name] for name in ("bits_per_value", "kl_floor")} | {"ratio": 16 / row["bits_per_value"]}
     each = enumerate(zip(row["kl_each"], row["top1_each"], strict=True))
     return [label | {"sequence": i, "kl": kl, "top1": top1} for i, (kl, top1) in each]
@@ -135,9 +134,8 @@ def sequence_damage(
 
 
 def modes(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each model and codec: shares of sequences with a KL above 0.5 and 0.1, worst over median, Sarle's coefficient
-    of log KL (5/9: uniform; more: perhaps two modes) with the chance that as many normal draws reach it, and the share
-    of changed predictions whose exact one is second."""
+    """Count sequences with a KL above 0.5 and 0.1, by model and codec, with worst over median, Sarle's coefficient of
+    log KL (5/9: uniform; more: two modes) and its chance, and changed predictions whose exact one is ``second``."""
     rows = []
     for (model, codec), mine in table.groupby(["model", "codec"], sort=False):
         kl, changed = mine["kl"], 1 - mine["top1"]

@@ -104,9 +104,8 @@ def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: flo
             times.text(1, position, "  refuses", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
-        times.errorbar(
-            row.ratio, position, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style
-        )
+        error = whiskers(row.ratio, row.low, row.high)
+        times.errorbar(row.ratio, position, xerr=error, capsize=3, elinewidth=1, **style)
         bits.plot(row.more_bits, position, **style)
 
 
