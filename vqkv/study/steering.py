@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class Steering:
     """A process' way of making tables.
 
-    ``out``: the folder that holds ``results/`` and ``figures/``, empty for the repository. ``recompute``: every table
-    again. ``workers``: processes that compute rows; 0: one row after another in this process.
+    ``out``: the folder of ``results/`` and ``figures/``, empty for the repository. ``workers``: processes; 0: this one.
     """
 
     out: str = ""

@@ -65,8 +65,7 @@ def read_in_place(geometries: list[str], **settings) -> pd.DataFrame:
 
 MEASURED = ("ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "exact_neighbours", "side_bytes")
 BITS_AT = {"bits_1k": 1024, "bits_8k": 8192}
-EXACT = "exact"
-FP16 = "fp16"  # a cache of everything, rounded: the floor
+EXACT, FP16 = "exact", "fp16"  # the latter: a cache of everything, rounded: the floor
 
 
 @experiment(
@@ -106,17 +105,21 @@ def greedy_text(subject: Subject, label: str, new_tokens: int) -> list[dict]:
     ``same``: tokens equal to the exact cache's before the first that differs. ``fp16`` is the exact cache, rounded.
     """
     model, prompts, rows = subject.model, subject.test.to(subject.model.device), []
-    systems = {EXACT: Uncompressed()} | ({} if label in (EXACT, FP16) else fitted_contender(subject, label))
-    exact, other = (Generation(model, systems.get(name)) for name in (EXACT, label))
-    if label == FP16 or label in systems:
-        exact.prefill(prompts)
-        other.cache = RoundedCache(model, torch.float16) if label == FP16 else systems[label].new_cache(model)
-        other.feed(prompts)
-        expected = exact.answer(new_tokens)
-        for number, text in enumerate(other.answer(new_tokens)):
-            same = (text == expected[number]).cumprod(0).sum().item()
-            about = {"model": subject.name, "system": label, "prompt": number}
-            rows.append(about | {"same": same, "new_tokens": new_tokens})
+    systems = {} if label in (EXACT, FP16) else fitted_contender(subject, label)
+    caches = {EXACT: Uncompressed().new_cache(model), FP16: RoundedCache(model, torch.float16)}
+    caches |= {name: system.new_cache(model) for name, system in systems.items()}
+    if label not in caches:
+        return []
+    texts = {}
+    for name in dict.fromkeys((EXACT, label)):
+        going = Generation(model, systems.get(name))
+        going.cache = caches[name]
+        going.feed(prompts)
+        texts[name] = going.answer(new_tokens)
+    for number, (text, expected) in enumerate(zip(texts[label], texts[EXACT], strict=True)):
+        same = (text == expected).cumprod(0).sum().item()
+        about = {"model": subject.name, "system": label, "prompt": number}
+        rows.append(about | {"same": same, "new_tokens": new_tokens})
     return rows
 
 
