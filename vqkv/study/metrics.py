@@ -18,8 +18,7 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
 
 
 def bits_saved(evr: float) -> float:
-    """Return bits a value that a prediction of this EVR saves at equal error, log2(Var(y) / Var(error)) / 2, 24 at
-    most."""
+    """Return bits a value that a prediction of this EVR saves, log2(Var(y) / Var(error)) / 2, 24 at most."""
     return -math.log2(max(1 - evr, 2**-48)) / 2
 
 

@@ -2,8 +2,7 @@
 
 The rows are the same whoever computes them, in whatever order. A case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
-depends on the number of threads, so a worker has as many as the process that sweeps. Several are fastest with
-``OMP_NUM_THREADS=1``.
+depends on the number of threads, so a worker has as many as the process that sweeps.
 """
 
 import hashlib

@@ -38,9 +38,8 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
     folder = root / "results" / ".rows" / name / digest(same)  # of finished rows, computed in this very way
     frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
-    _store(
-        root, name, frame, record | {"wall_seconds": round(frame.attrs.get("seconds", time.perf_counter() - start), 2)}
-    )
+    seconds = frame.attrs.get("seconds", time.perf_counter() - start)
+    _store(root, name, frame, record | {"wall_seconds": round(seconds, 2)})
     shutil.rmtree(folder.parent, ignore_errors=True)
     with suppress(OSError):  # not empty: other tables are being computed
         folder.parent.parent.rmdir()

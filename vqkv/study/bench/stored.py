@@ -12,11 +12,12 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs.grid import gaussian_grids
 from vqkv.kernels import naive as reference
 from vqkv.kernels.view import KernelView, Rope
 from vqkv.study.bench import peers, roofline
 from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours, plain_encode
-from vqkv.study.bench.formats import FORMATS, GROUP, grid, keys_and_values
+from vqkv.study.bench.formats import FORMATS, GROUP, keys_and_values
 from vqkv.study.bench.roofline import Demand
 
 WIDTHS = (11, 4, 2)  # bits of a code
@@ -76,7 +77,7 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
     """Pairs of values to the nearest point of a Gaussian grid."""
     pairs = layer_keys(sizes).unflatten(-1, (-1, 2))
     for size in GRIDS:
-        points, bits = grid(size, sizes.device), (size - 1).bit_length()
+        points, bits = gaussian_grids()[size][0].half().unsqueeze(0).to(sizes.device), (size - 1).bit_length()
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         problem = Problem("grid_encode", f"grid {size}", label(sizes.stored), work)
         expected = reference.pack_codes(reference.rvq_encode(pairs[:, :1, :CHECKED], points).flatten(-2), bits)
@@ -170,8 +171,7 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> Problem:
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with query (batch, heads, 1, head_dim) by torch; heads of a KV head as its queries, faster than
-    ``enable_gqa``."""
+    """Attend with query (batch, heads, 1, head_dim) by torch; its heads are a KV head's queries: faster than GQA."""
     batch, heads, _, head_dim = query.shape
     grouped = query.view(batch, keys.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, head_dim)

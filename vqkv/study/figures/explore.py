@@ -26,8 +26,7 @@ SMALLEST_KL = 1e-4  # nats; less is drawn there
 
 
 def coloured_chat(table) -> str:
-    """Write ``explore.conversation`` as HTML: a token's ground says its KL; underlined is what an exact cache would not
-    say."""
+    """Write ``explore.conversation`` as HTML: a token's ground says its KL; an exact cache says no underlined one."""
     systems = table["system"].drop_duplicates()
     heads = "".join(f'<th style="{TEXT}">{system}</th>' for system in systems)
     columns = ("".join(_turn(rows) for _, rows in table[table["system"] == name].groupby("turn")) for name in systems)
