@@ -1,5 +1,7 @@
 """Figures of pages 08 and 13: bytes, milliseconds and stored prompts."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -57,7 +59,7 @@ def memory_dots(table):
     return fig
 
 
-MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb": {}}
+MEMORY: dict[str, dict[str, Any]] = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb": {}}
 
 
 def in_place(times, losses):

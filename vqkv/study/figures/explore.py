@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -86,15 +87,15 @@ def conversation(table):
 def vector_stages(table):
     """Draw ``explore.stages``: a column a system, a row a stage; in the last, the key as it came and as it is read."""
     systems, names = list(dict.fromkeys(table["system"])), _in_order(table)
-    size = {"figsize": (5 * len(systems), 1.5 * len(names)), "squeeze": False}
-    fig, axes = plt.subplots(len(names), len(systems), **size)
+    size = 5 * len(systems), 1.5 * len(names)
+    fig, axes = plt.subplots(len(names), len(systems), figsize=size, squeeze=False)
     fig.supylabel("value (no unit)", fontsize=11)
     for ax, (name, system) in zip(axes.flat, itertools.product(names, systems), strict=True):
         rows = table[(table["system"] == system) & (table["stage"] == name)]
         if rows.empty:
             ax.set_axis_off()
             continue
-        style = {"marker": "o", "ms": 3, "ls": ""} if name == "codes" else {"lw": 1.4}
+        style: dict[str, Any] = {"marker": "o", "ms": 3, "ls": ""} if name == "codes" else {"lw": 1.4}
         title = f"{name}: {len(rows)} codes" if name == "codes" else name
         if rows["original"].notna().any():
             ax.plot(rows["place"], rows["original"], color=PALETTE["bound"], lw=1.2, label="as it came")

@@ -26,9 +26,9 @@ def threshold_curves(table):
         rows = table[(table["method"] == method) & (table["threshold"] != 0)]  # 0: all of it in fp16
         each = rows.groupby(["ratio", "threshold"], dropna=False)["kl"].agg(list)
         kl, low, high = np.array([paired_ratio(kl, [1] * len(kl)) for kl in each]).T
-        style = {"fmt": f"{marker}-" if len(each) > 1 else marker, "elinewidth": 1, "capsize": 2}
-        ratios = each.index.get_level_values("ratio")
-        ax.errorbar(ratios, kl, whiskers(kl, low, high), color=PALETTE[colour], label=label, **style)
+        ratios, form = each.index.get_level_values("ratio"), f"{marker}-" if len(each) > 1 else marker
+        bars, colour = whiskers(kl, low, high), PALETTE[colour]
+        ax.errorbar(ratios, kl, bars, fmt=form, color=colour, label=label, elinewidth=1, capsize=2)
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
     ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
     ax.set(title=model_of(table), xlabel=f"times smaller than the live fp16 cache, {APART}", xscale="log", yscale="log")

@@ -155,9 +155,8 @@ def context_costs(table):
         ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], linewidth=1)
         if row["pays_from"] >= tokens[0]:
             ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
-            note = {"xytext": (0, -22), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-            about = float(f"{row['pays_from']:.2g}")
-            ax.annotate(f"{about:,.0f}", (row["pays_from"], row["plain_bits"]), **note)
+            about, point = float(f"{row['pays_from']:.2g}"), (row["pays_from"], row["plain_bits"])
+            ax.annotate(f"{about:,.0f}", point, (0, -22), textcoords="offset points", ha="center", fontsize=9)
     ax.set(title=model_of(table), xscale="log", xlabel="tokens that share the predictors (context x batch)")
     most = table["plain_bits"].max()  # NaN if every system is worse than HIGGS of 2 bits
     ax.set(ylim=(0, 2 * most if most > 0 else None), ylabel="bits per value, side information included")
