@@ -79,7 +79,7 @@ def tensor_bytes(*objects) -> int:
 
 
 def tensors(*objects) -> list[torch.Tensor]:
-    """List every tensor reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's)
+    """List all tensors reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's)
     has a storage in name only: the tensors that it wraps stand for it."""
     collected, seen, stack = [], set(), list(objects)
     while stack:

@@ -114,7 +114,7 @@ def _keys_at(model, position: int) -> list[Tensor]:
 
 
 def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
-    """Find the rotation by which keys at position 0 become those at others: position -> (tokens, num_kv_heads, head_dim)
+    """Find the rotation by which keys at position 0 become others: position -> (tokens, num_kv_heads, head_dim)
     for 0, powers of two and any others. None where keys do not rotate, or change otherwise (learned positions)."""
     if (pairs := _pairs(keys_at)) is None:
         return None
@@ -136,7 +136,7 @@ def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
 
 def _pairs(keys_at: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
     """Find channels that rotate together: what one gains in energy, the other loses, for every token and position.
-    Changes are compared with the energy of the channels themselves: next to a large bias all others would seem still."""
+    Changes are compared with the energy of the channels themselves: next to a large bias others would seem still."""
     noise = NOISE[keys_at[0].element_size()]
     still, *moved = (x.double().cpu() for _, x in sorted(keys_at.items()))
     energy = still.square().mean(dim=(0, 1))

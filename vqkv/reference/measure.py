@@ -25,7 +25,7 @@ def abilities(model, tokenizer, text: TokenStream, windows: int, rows: int = 16)
 
 
 def token_bytes(tokenizer) -> np.ndarray:
-    """(vocab_size,) UTF-8 bytes that each token stands for: what bits per byte divides by."""
+    """Return (vocab_size,) UTF-8 bytes that each token stands for: what bits per byte divides by."""
     sizes = np.zeros(len(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         sizes[index] = 0 if index in tokenizer.all_special_ids else len(token)  # byte-level: one character a byte

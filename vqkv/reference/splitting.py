@@ -44,7 +44,7 @@ class Twins:
                 self.index.insert(name, _minhash(self.shingles[name]))
 
     def of(self, text: str) -> list[str]:
-        """Names of the held documents that are at least ``SIMILAR`` to this one."""
+        """Return names of the held documents that are at least ``SIMILAR`` to this one."""
         mine = shingles(text)
         near = {name: self.shingles[name] for name in self.index.query(_minhash(mine))}
         shared = {name: len(np.intersect1d(mine, other, assume_unique=True)) for name, other in near.items()}

@@ -60,7 +60,7 @@ class Mixture(Dataset):
         return len(self.shapes)
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """Tokens and labels, both (rows, seq_len) int64; labels are -100 where nothing can be known."""
+        """Return tokens and labels, both (rows, seq_len) int64; labels are -100 where nothing can be known."""
         rows, seq_len = self.shapes[step]
         rng = np.random.default_rng([step, 3])
         shares = np.array([*SHARES.values()])

@@ -154,7 +154,7 @@ def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
 
 
 def _tokens(system: str, size: tuple, channels: int) -> float:
-    """Tokens through the model that take as long as a system."""
+    """Return tokens through the model that take as long as a system."""
     (n, length), (m, scored), texts, lens = size
     read = READING * (m * scored + texts * (sum(lens) + 2 * QUESTION * FACTS)) + 2 * lens[1] + 40 * STEPS
     return passes(SYSTEMS[system][0]) * n * length + read + (channels / 1000) ** 3 * (system == "KVTC 2")
@@ -183,7 +183,7 @@ def show(folder: Path) -> None:
 def comparison(
     subject: Subject, system: str, context: int, step_size: int, num_facts: int, text_lens: list[int], num_texts: int
 ) -> dict:
-    """A row for each way to store the model's cache.
+    """Return a row for each way to store the model's cache.
 
     ``bits``: of a value, without side information; ``bits_with_side``: with it and exact tokens, in a cache of
     ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval.

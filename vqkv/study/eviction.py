@@ -197,5 +197,5 @@ class EvictingCache(CompressedCache):
 
 
 def token_mask(index: Tensor, length: int) -> Tensor:
-    """Indices (..., kept) -> bool (..., length)."""
+    """Turn indices (..., kept) into a mask (..., length)."""
     return index.new_zeros((*index.shape[:-1], length), dtype=torch.bool).scatter_(-1, index, True)

@@ -92,7 +92,7 @@ def _text(subject: Subject, turn: str | list) -> str:
 
 
 def _piece(tokenizer, before: list[int], token: int) -> str:
-    """What a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
+    """Return what a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
     before = before[-CONTEXT:]
     return json.dumps(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
@@ -119,7 +119,7 @@ def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: 
 
 
 def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int, head: int, token: int):
-    """A key (head_dim,) as it comes, and what each stage makes of it."""
+    """Return a key (head_dim,) as it comes, and what each stage makes of it."""
     block = compressor.block_tokens
     if tokens.shape[1] < block:
         raise DataError(f"{compressor.name} stores {block} tokens together, the turn has {tokens.shape[1]}: say more")

@@ -23,6 +23,6 @@ def bits_saved(evr: float) -> float:
 
 
 def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
-    """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
+    """Return 2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
     p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
     return torch.special.entr(p).sum(-1).exp()

@@ -94,5 +94,5 @@ class MeteredQuantizedCache(QuantizedCache):
 
 
 def _shape(stored) -> torch.Size:
-    """(batch, num_kv_heads, seq_len, head_dim) of what was quantised."""
+    """Return (batch, num_kv_heads, seq_len, head_dim) of what was quantised."""
     return stored[1]["shape"] if isinstance(stored, tuple) else stored.shape

@@ -91,7 +91,7 @@ class Stream:
         }
 
     def _shares(self, kind: str) -> Iterator[tuple[Codec, list[int]]]:
-        """A codec and its tensors, which are stored as one batch: a step of one token is many small ones."""
+        """Return a codec and its tensors, which are stored as one batch: a step of one token is many small ones."""
         own = self.codecs[kind]
         for codec in dict.fromkeys(own):
             yield codec, [i for i, other in enumerate(own) if other is codec]
@@ -105,7 +105,7 @@ class Stream:
 
 
 def _codecs(stored, tensors: list[Tensor]) -> list[Codec]:
-    """The codec of each tensor of a step."""
+    """Return the codec of each tensor of a step."""
     head_dim = tensors[0].shape[-1]
     if stored == "int4":
         stored = presets.quanto(4).key_codec(head_dim).fit(tensors[0][:1, :, :1])  # it has nothing to learn

@@ -51,7 +51,7 @@ class Subject:
         return other
 
     def each(self, **choices: list) -> list["Subject"]:
-        """A copy for every combination of settings: ``each(name=models, seed=seeds)``."""
+        """Return a copy for every combination of settings: ``each(name=models, seed=seeds)``."""
         combined = itertools.product(*choices.values())
         return [dataclasses.replace(self, **dict(zip(choices, chosen))) for chosen in combined]
 

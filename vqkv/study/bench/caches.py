@@ -135,7 +135,7 @@ def contenders(
 
 
 def prepared(model, systems: list[str], seed: int = 0) -> dict:
-    """``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
+    """Return ``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
     width = model.config.num_key_value_heads * model.config.head_dim
     tokens = random_tokens(model, 8, max(256, 2 * width), seed + 1)
     fit = partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)

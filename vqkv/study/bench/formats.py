@@ -75,7 +75,7 @@ def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[Ker
 
 
 def bits_per_value(name: str, head_dim: int = 128) -> float:
-    """Bits stored for each value, scales and ranges included, codebooks not."""
+    """Return bits stored for each value, scales and ranges included, codebooks not."""
     packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
     codebooks: Any = packed.codebooks if isinstance(packed, Coded) else []
     stored = packed.codes.nbytes if isinstance(packed, Grouped) else tensor_bytes(packed) - tensor_bytes(codebooks)

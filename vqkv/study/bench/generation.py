@@ -195,7 +195,7 @@ def _start_measuring(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes in use so far."""
+    """Return the most bytes in use so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # of a process that exec started, ru_maxrss begins with its parent's

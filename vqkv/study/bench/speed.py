@@ -71,7 +71,7 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
 
 
 def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[list[float]]:
-    """Milliseconds of every call, each ``repetitions`` times after a warm-up, slow ones fewer."""
+    """Return milliseconds of every call, each ``repetitions`` times after a warm-up, slow ones fewer."""
     clock = gpu_times if device.startswith("cuda") else cpu_times
     times: list[list[float]] = [[] for _ in calls]
     for repetition in range(repetitions):
@@ -95,7 +95,7 @@ def gpu_times(call: Callable) -> list[float]:
 
 
 def _probes(device: str) -> list[Case]:
-    """Cases that measure the roofline's rates: a copy, and a matrix product in each dtype."""
+    """Return cases that measure the roofline's rates: a copy, and a matrix product in each dtype."""
     source, side = torch.ones(COPIED[device] // 4, device=device), SIDE[device]
     moved, flops = 2 * source.nbytes, 2 * side**3
     problems = [Problem(ROOFLINE, "copy", f"{moved:.3g} bytes", Demand(0, moved, moved))]

@@ -41,7 +41,7 @@ def layer_keys(sizes: Sizes) -> Tensor:
 
 
 def packing(operation: str, sizes: Sizes) -> Iterator[Problem]:
-    """Codes to bits, or back."""
+    """Time codes to bits, or back."""
     generator = torch.Generator().manual_seed(sizes.seed)
     for bits in WIDTHS:
         dtype = torch.uint8 if bits <= 8 else torch.int16
@@ -57,7 +57,7 @@ def packing(operation: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def affine(direction: str, sizes: Sizes) -> Iterator[Problem]:
-    """Values to int2, int4, int8, or back. The error is that of what is stored."""
+    """Time values to int2, int4, int8, or back. The error is that of what is stored."""
     x, group = layer_keys(sizes), min(GROUP, sizes.head_dim)
     for bits in BITS:
         packed = reference.affine_encode(x, bits, group)
@@ -74,7 +74,7 @@ def affine(direction: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def grid_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Pairs of values to the nearest point of a Gaussian grid."""
+    """Time pairs of values to the nearest point of a Gaussian grid."""
     pairs = layer_keys(sizes).unflatten(-1, (-1, 2))
     for size in GRIDS:
         points, bits = gaussian_grids()[size][0].half().unsqueeze(0).to(sizes.device), (size - 1).bit_length()
@@ -89,7 +89,7 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _pairs(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> Tensor:
-    """Codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
+    """Return codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
     codes = encode(pairs.reshape(-1, pairs.shape[-1]), points)
     return twin.pack_codes(codes.view(pairs.shape[:-1]), bits)
 
@@ -109,13 +109,13 @@ def product_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _pieces(encode: Callable, pieces: list[Tensor], codebooks: Tensor) -> Tensor:
-    """A byte a piece: (rows, pieces)."""
+    """Return a byte a piece: (rows, pieces)."""
     codes = [encode(piece, book.unsqueeze(0)) for piece, book in zip(pieces, codebooks, strict=True)]
     return torch.cat(codes, dim=-1).to(torch.uint8)
 
 
 def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
-    """Codes of this family of formats (grid, product, residual) to values, with the scale that it has."""
+    """Time codes of this family of formats (grid, product, residual) to values, with the scale that it has."""
     for name in (name for name in FORMATS if name.startswith(family)):
         packed: Any = FORMATS[name](sizes.stored, sizes.device)
         problem = Problem(f"{family}_decode", name, label(packed.shape), roofline.decode(packed))
@@ -129,7 +129,7 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
+    """Time components to the bytes of ``live``: of each group the nearest of 256 vectors."""
     view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
     like = replace(view, matrix=None, offset=None)
     x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
@@ -142,7 +142,7 @@ def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def attention(sizes: Sizes) -> Iterator[Problem]:
-    """One new token of each sequence against its cache, uncompressed and in every format."""
+    """Time one new token of each sequence against its cache, uncompressed and in every format."""
     for batch, context in sizes.runs:
         heads, kv_heads, head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         shape = (batch, kv_heads, context, head_dim)

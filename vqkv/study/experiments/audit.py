@@ -41,7 +41,7 @@ def audited_tables() -> dict[str, str]:
 
 
 def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
-    """Every published figure that arithmetic or this study can test. ``tables``: from ``audited_tables``.
+    """Return every published figure that arithmetic or this study can test. ``tables``: from ``audited_tables``.
 
     One row per claim: ``source``, ``section``, ``claim``, ``quote``, the figure as ``published`` and as ``recomputed``
     (of several cases the one that agrees least), ``unit``, ``how`` (``arithmetic``: from a formula, a model's shape or

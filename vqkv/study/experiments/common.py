@@ -31,12 +31,12 @@ COPY_FROM = 16  # tokens of a passage after which a model can know which comes a
 
 
 def bare(preset: Preset) -> Preset:
-    """The preset without sinks, recent window and a flush block beyond its codec's."""
+    """Return the preset without sinks, recent window and a flush block beyond its codec's."""
     return dataclasses.replace(preset, sink_tokens=0, recent_window=0, block_tokens=1)
 
 
 def exact_compressor(subject: Subject) -> Compressor:
-    """A compressor that stores everything in 16 bits."""
+    """Return a compressor that stores everything in 16 bits."""
     return calibrate(subject.model, subject.train[:1], presets.fp16(), progress=False)
 
 
@@ -83,7 +83,7 @@ def answered(model, compressor, batch: FactsBatch) -> torch.Tensor:
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
-    """A table whose ``attrs`` carry the sources."""
+    """Return a table whose ``attrs`` carry the sources."""
     table = pd.DataFrame(rows)
     table.attrs["sources"] = dict(sources)
     return table

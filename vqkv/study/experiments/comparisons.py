@@ -24,7 +24,7 @@ def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]
 
 
 def family(system: str) -> str:
-    """A system's name without its numbers: what rates of one system share."""
+    """Return a system's name without its numbers: what rates of one system share."""
     return re.sub(r" ?[0-9][0-9.x+]*", "", system)
 
 
@@ -94,7 +94,7 @@ def _draws(sizes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def with_families(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the ``family`` of each system."""
+    """Return the table with the ``family`` of each system."""
     return table.assign(family=table["system"].map(family))
 
 
@@ -150,6 +150,6 @@ def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
 
 
 def _spearman(pairs: np.ndarray) -> np.ndarray:
-    """(2, draws, values) -> (draws,): the correlation of ranks, NaN where one has no two values."""
+    """Correlate ranks (2, draws, values) to (draws,), NaN where one has no two values."""
     ours, theirs = (pd.DataFrame(each.T).rank() for each in pairs)
     return ours.corrwith(theirs).to_numpy()

@@ -119,8 +119,8 @@ def _control(subject: Subject, tuning: dict):
 
 
 def _trained(subject: Subject, preset: presets.Preset | None, steps: int, size: list[int], rate: float):
-    """A fine-tuned copy of the model, and the compressor that it has read through, if it has. The first batch only
-    initialises codebooks. Few tokens at a time: a large model is to fit with its copy."""
+    """Return a fine-tuned copy of the model, and the compressor that it has read through, if it has. The first batch
+    only initialises codebooks. Few tokens at a time: a large model is to fit with its copy."""
     count, seq_len = size
     tokens = subject.text("train", [count * (steps + 1), seq_len], subject.seed)
     with torch.inference_mode(False):

@@ -110,7 +110,7 @@ def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
 
 
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
-    """Bits of a value, side information included, by context length of a single sequence (``x1``)."""
+    """Return bits of a value, side information included, by context length of a single sequence (``x1``)."""
     return {f"bits_{at}_x1": bits_with_side(row, about, tokens, exact_tokens) for at, tokens in CONTEXTS.items()}
 
 

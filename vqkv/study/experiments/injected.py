@@ -86,7 +86,7 @@ def largest_magnitude(subject: Subject, size: float):
 
 
 def _loud(model) -> torch.Tensor:
-    """(num_layers, num_kv_heads): one head of each layer, in turn."""
+    """Return (num_layers, num_kv_heads): one head of each layer, in turn."""
     layers = kv_layers(model)
     return torch.arange(layers[0].num_kv_heads) == torch.arange(len(layers))[:, None] % layers[0].num_kv_heads
 

@@ -154,7 +154,7 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
 
 
 def _layer(by_stage, by_place, x) -> dict[str, float]:
-    """Bits a value of the codes by way of coding them."""
+    """Return bits a value of the codes by way of coding them."""
     inner = by_place.quantizer.quantizer
     bits = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
     for name, codec in (("by_stage", by_stage), ("by_place", by_place)):

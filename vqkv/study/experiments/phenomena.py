@@ -39,7 +39,7 @@ def magnitudes(subject: Subject) -> list[dict]:
 
 @experiment()
 def phenomena(subject: Subject) -> list[dict]:
-    """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
+    """Return what a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
     model, tokens = subject.model, subject.test
     strength, uniform = probes.sink_strength(model, tokens), [1 / i for i in range(17, tokens.shape[1] + 1)]
     value_of = {

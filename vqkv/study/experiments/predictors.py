@@ -144,7 +144,7 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
 
 
 def _restored(exact: dict, compressor) -> dict:
-    """Keys and values by role and layer, as they are read back."""
+    """Return keys and values by role and layer, as they are read back."""
     restored: dict = {}
     reconstructions = compressor.new_pass()
     for layer in range(len(compressor.codecs)):
@@ -159,7 +159,7 @@ def _error(x, x_hat) -> float:
 
 
 def _with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows with the ratio to the system that each is compared with."""
+    """Return the rows with the ratio to the system that each is compared with."""
     kl_of = {row["label"]: row["kl_each"].split() for row in rows}
     for row in rows:
         baseline = BASELINE.get(row["label"], "none")

@@ -67,7 +67,7 @@ class Probe:
     sources: str
 
     def blocks(self, layer: int) -> tuple[list[Block], Block]:
-        """Sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
+        """Return sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
         return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
 
     def exists(self, layer: int) -> bool:
@@ -103,15 +103,15 @@ class Gram:
         self.count += len(x)
 
     def mean(self, name: Name) -> Tensor:
-        """The block's mean (width,)."""
+        """Return the block's mean (width,)."""
         return self.sums[name] / self.count
 
     def moment(self, a: Name, b: Name) -> Tensor:
-        """The mean of a'b, not centred: (width of a, width of b)."""
+        """Return the mean of a'b, not centred: (width of a, width of b)."""
         return (self.products[b, a].T if (b, a) in self.products else self.products[a, b]) / self.count
 
     def covariance(self, rows: Sequence[Name], columns: Sequence[Name]) -> Tensor:
-        """Covariances of the blocks ``rows``, side by side, with ``columns``."""
+        """Return covariances of the blocks ``rows``, side by side, with ``columns``."""
         means = {name: self.mean(name) for name in {*rows, *columns}}
         parts = [[self.moment(a, b) - means[a].outer(means[b]) for b in columns] for a in rows]
         return torch.cat([torch.cat(row, dim=1) for row in parts])
@@ -144,7 +144,7 @@ def probe_sums(
     model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, pre_rope: int = True,
     forms: dict[str, Form] | None = None,
 ) -> Gram:  # fmt: skip
-    """Sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
+    """Return sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
 
     Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
     more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at

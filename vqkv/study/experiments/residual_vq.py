@@ -146,7 +146,7 @@ def residual_depth(
 
 
 def first_stages(subject: Subject, num_quantizers: int, deepest: dict, batch_size: int = 8) -> Compressor:
-    """The first stages of residual VQ with the settings ``deepest``, which is fitted once in a process."""
+    """Return the first stages of residual VQ with the settings ``deepest``, which is fitted once in a process."""
     return shallower(_deepest(subject=subject, quantizer=deepest, batch_size=batch_size), num_quantizers)
 
 
@@ -198,7 +198,7 @@ def product_against_residual(
 
 @per_process(maxsize=1)
 def _blocks(subject: Subject, role: str, counts: dict[str, int], seq_len: int) -> list[torch.Tensor]:
-    """Blocks of the calibration text and of the held-out text, at least so many of each."""
+    """Return blocks of the calibration text and of the held-out text, at least so many of each."""
     parts = []
     for split, count in counts.items():
         tokens = subject.text(split, [-(-count // seq_len), seq_len], subject.seed)

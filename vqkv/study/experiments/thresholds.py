@@ -39,8 +39,8 @@ TINYLLAMA = {  # rows of its table 4.2, and what they are called here
 
 
 def claimed_sweep() -> pd.DataFrame:
-    """The source's tables 4.1 (GPT-2, plain VQ) and 4.2 (TinyLlama): one row per method and threshold. ``claimed_live``
-    is the ratio to the live fp16 cache that its shares of blocks in fp16 leave."""
+    """Return the source's tables 4.1 (GPT-2, plain VQ) and 4.2 (TinyLlama): one row per method and threshold.
+    ``claimed_live`` is the ratio to the live fp16 cache that its shares of blocks in fp16 leave."""
     plain, other = published("vqq_threshold_sweep_gpt2"), published("vqq_tinyllama").set_index("config")
     live = 16 / fallback_bits(plain["fp16_fallback_pct"] / 100)
     plain = plain.assign(method="vqq", claimed_live=live).rename(columns={"kl": "claimed_kl"})
@@ -155,7 +155,7 @@ def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
 
 
 def _sarle(x: np.ndarray) -> np.ndarray:
-    """(samples, n) -> (samples,)."""
+    """Compute the coefficient of samples (samples, n): (samples,)."""
     n = x.shape[1]
     most = 3 * (n - 1) ** 2 / ((n - 2) * (n - 3))
     return (skew(x, axis=1, bias=False) ** 2 + 1) / (kurtosis(x, axis=1, bias=False) + most)

@@ -111,7 +111,7 @@ def vector_stages(table):
 
 
 def _in_order(table) -> list[str]:
-    """All stages, each where the system with the most has it."""
+    """Return all stages, each where the system with the most has it."""
     by_system = [list(dict.fromkeys(rows["stage"])) for _, rows in table.groupby("system", sort=False)]
     longest = max(by_system, key=len)
     more = [name for names in by_system for name in names if name not in longest]
@@ -119,7 +119,7 @@ def _in_order(table) -> list[str]:
 
 
 def explained_by_layer(table):
-    """``explore.explained``: EVR of keys and of values by layer, a line for each system."""
+    """Draw ``explore.explained``: EVR of keys and of values by layer, a line for each system."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
     for ax, role in zip(axes, ("key", "value")):
         for system, rows in table[table["role"] == role].groupby("system", sort=False):

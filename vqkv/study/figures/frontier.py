@@ -165,7 +165,7 @@ PANELS = {  # column -> the ends of its interval, and what its axis says
 
 
 def compared(table):
-    """A row for each system, the fewest bits at the top; whiskers are 95% intervals."""
+    """Draw a row for each system, the fewest bits at the top; whiskers are 95% intervals."""
     table = table.assign(slower=table["ms"] / table["ms_exact"]).sort_values("bits_with_side", ascending=False)
     fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 0.8 + 0.4 * len(table)), sharey=True)
     for ax, (column, (ends, label)) in zip(axes, PANELS.items(), strict=True):

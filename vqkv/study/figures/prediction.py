@@ -44,7 +44,7 @@ def evr_bars(table, quantizers):
 
 
 def _places(groups) -> dict[str, float]:
-    """Sources -> where on the axis, with room for a heading above every group."""
+    """Place sources on the axis, with room for a heading above every group."""
     headings = {group: i + 1 for i, group in enumerate(dict.fromkeys(groups))}
     return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
 
@@ -101,7 +101,7 @@ def quantised_inputs(table):
 
 
 def _chosen(target: str) -> list[str]:
-    """The sources that the figures show, in order."""
+    """Return the sources that the figures show, in order."""
     other = "V" if target == "K" else "K"
     return [
         f"{target}-1", f"{other}-1", "K-1+V-1", "K-1+V-1+K-2+V-2+K-3+V-3", f"{target}@T-1", "K@T-1+V@T-1",
@@ -111,7 +111,7 @@ def _chosen(target: str) -> list[str]:
 
 
 def _label(sources: str, target: str) -> str:
-    """``V-1+K`` as a reader would write it."""
+    """Write ``V-1+K`` as a reader would."""
     star = "  ★" if (target, sources) in OPEN_QUESTIONS else ""
     names = sources.split("+")
     if len(names) > 4:

@@ -61,7 +61,7 @@ def made(name: str) -> Image:
 
 
 def render(fig, kind: str) -> bytes:
-    """The figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
+    """Return the figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
     buffer = io.BytesIO()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "vqkv"}):
         fig.savefig(buffer, format=kind, metadata=METADATA[kind])
