@@ -51,6 +51,7 @@ REFUSED = {
     "empty": (DataError, "no text file", {}),
     "missing.txt": (DataError, "there is no file 'missing.txt'", {}),
     "bytes.txt": (DataError, "is not UTF-8 text", {}),
+    "rows.jsonl": (DataError, "holds rows, not text: give redpajama@", {}),
 }
 
 
@@ -58,6 +59,7 @@ REFUSED = {
 def test_bad_names_sizes_and_files(tokenizer, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("few words")
+    (tmp_path / "rows.jsonl").write_text('{"text": "few words"}')
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "empty").mkdir()
     error, message, more = REFUSED[name]

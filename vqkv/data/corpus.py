@@ -122,6 +122,8 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
     """List (label, path) of the files of local text; None if no file or folder has that name."""
     path = Path(name).expanduser()
     if path.is_file():
+        if path.suffix in (".json", ".jsonl"):
+            raise DataError(f"{name!r} holds rows, not text: give redpajama@{path.parent} for its column 'text'")
         return [(path.name, path)]
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
@@ -153,8 +155,7 @@ def local_documents(files: list[tuple[str, Path]], split: str, seed: int) -> Ite
 
 
 def _pieces(path: Path, parts: int) -> Iterator[str]:
-    """Yield ``parts`` stretches of a text at least, of about ``PIECE`` characters, to the end of a line where none is
-    longer."""
+    """Yield at least ``parts`` stretches of a text, of about ``PIECE`` characters, to the end of a line if they can."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except ValueError as error:

@@ -152,8 +152,7 @@ def kv_width(about: dict) -> int:
 
 
 def layer_devices(model) -> list[torch.device]:
-    """List the devices that make each layer's keys and values; weights that wait in main memory or on a disk are
-    elsewhere."""
+    """List the devices that make each layer's keys and values, wherever its weights wait."""
     devices = []
     for layer in kv_layers(model):
         hooks = (getattr(module, "_hf_hook", None) for module in layer.attention.modules())

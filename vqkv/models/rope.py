@@ -60,8 +60,7 @@ class Rotation(nn.Module):
 
 def rotations(model, block: int = 1) -> list[Rotation | None]:
     """Find how each layer rotates its keys by their position, None where it does not. ``block``: by the position of the
-    first of their block of so many tokens. Raises ``DataError``, with the remedy, for angles that are not multiples of
-    the position."""
+    first of their block of so many tokens. Raises ``DataError`` for angles that are not multiples of the position."""
     model = plain(model)
     cached = _rotations.setdefault(model, {})  # a cast may round the model's angles
     if (model.dtype, 1) not in cached:
