@@ -1,7 +1,6 @@
 """Attention to packed tokens where they lie on a CPU, against everything decoded."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import FORMATS, affine, as_decoded, gaussian, made, mapped, rope

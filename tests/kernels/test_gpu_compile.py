@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
