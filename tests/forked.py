@@ -18,11 +18,3 @@ def call(function, *arguments):
     """What ``function`` of a module returns, or raises, in a new process."""
     with ProcessPoolExecutor(1, context()) as pool:
         return pool.submit(function, *arguments).result(SECONDS)
-
-
-def known_parts() -> set[str]:
-    """Names of the codec parts that a process knows once it can load a compressor."""
-    import vqkv.cache.compressor  # noqa: F401
-    from vqkv.codecs.stage import Part
-
-    return set(Part.registry)

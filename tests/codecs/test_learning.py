@@ -62,16 +62,6 @@ def test_revival_puts_dead_codes_to_use():
     assert dead[True] < dead[False]
 
 
-def test_learning_depends_on_the_seed_alone():
-    x = gaussian(1, 1, 2000, 8)
-    for options in ({}, {"init": "random", "revive": True}):
-        runs = [residual_vq(x, seed=seed, **options) for seed in (0, 0, 1)]
-        for quantizer in runs:
-            quantizer.partial_fit(x)
-        first, again, other = (quantizer.codebooks for quantizer in runs)
-        assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry():
     """As a first layer's keys before RoPE, which repeat with their tokens: other vectors gain by each stage."""
     words = gaussian(1, 1, 100, 8)

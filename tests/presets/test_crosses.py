@@ -113,13 +113,6 @@ def test_what_does_not_exist_is_refused_with_a_remedy(arguments, error, message)
         presets.crossed(**arguments)
 
 
-def test_bits_that_cannot_be_split_are_named(llama):
-    with pytest.raises(DataError, match="0.1 bits a value, but 0.5 is the least"):
-        made(llama, quantizer="rvq", bits=0.1, mixed=True)
-    with pytest.raises(DataError, match="Grid cannot trade bits for error"):
-        made(llama, quantizer="grid", mixed=True)
-
-
 def test_capacity_of_residual_vq_depends_on_the_text_only_until_bits_are_split(llama):
     split = {"quantizer": "rvq", "mixed": True, "bits": 2.0}
     preset = presets.crossed("rvq", 2.0, rotation="fisher_pca", **LEARNED)
@@ -130,13 +123,19 @@ def test_capacity_of_residual_vq_depends_on_the_text_only_until_bits_are_split(l
             capacity(llama, preset, 1)
 
 
-def test_too_few_tokens_are_named(llama):
-    with pytest.raises(DataError, match="264 samples for an MLP of 64 input features"):
-        calibrate(llama, TOKENS, presets.aqua(predictor="mlp"), progress=False)
-    with pytest.raises(DataError, match="shorter than the codec's block of 64"):
-        made(llama, block_tokens=64, mixed=True)
-    with pytest.raises(DataError, match="none is packed"):
-        calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)
+UNFIT = [
+    (presets.crossed("rvq", 0.1, mixed=True, **LEARNED), "0.1 bits a value, but 0.5 is the least"),
+    (presets.crossed("grid", mixed=True), "Grid cannot trade bits for error"),
+    (presets.aqua(predictor="mlp"), "264 samples for an MLP of 64 input features"),
+    (presets.crossed(block_tokens=64, mixed=True), "shorter than the codec's block of 64"),
+    (presets.crossed(mixed=True, sink_tokens=48), "none is packed"),
+]
+
+
+@pytest.mark.parametrize(("preset", "message"), UNFIT, ids=[message for _, message in UNFIT])
+def test_bits_that_cannot_be_split_and_too_few_tokens_are_named(llama, preset, message):
+    with pytest.raises(DataError, match=message):
+        calibrate(llama, TOKENS, preset, progress=False)
 
 
 @pytest.mark.parametrize("kv_width", [64, 1024])
