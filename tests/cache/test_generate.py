@@ -13,34 +13,16 @@ from vqkv.codecs.pipeline import Codec
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-PRESETS = {
-    "kivi": presets.kivi(4, 8, recent_window=4),
-    "higgs": presets.higgs(4, 32, sink_tokens=2, recent_window=5),
-    "aqua": presets.aqua(presets.higgs(4, 32), sink_tokens=2, recent_window=5),
-}
+HIGGS = presets.higgs(4, 32, sink_tokens=2, recent_window=5)
 
 
 model = small_models.fixture("gpt2", "qwen3")
 any_caller = small_models.fixture("gpt2", "qwen3", "opt")  # OPT calls its decoder past the base model
 
 
-@pytest.fixture(scope="module", params=sorted(PRESETS))
-def compressor(request, llama):
-    return calibrate(llama, TOKENS.repeat(4, 1), PRESETS[request.param], progress=False)
-
-
 @pytest.fixture(scope="module")
 def higgs(llama):
-    return calibrate(llama, TOKENS, PRESETS["higgs"], progress=False)
-
-
-@torch.inference_mode()
-def greedy(model, cache, tokens, new_tokens):
-    """By hand, one token at a time: what ``generate`` must equal."""
-    for _ in range(new_tokens):
-        logits = model(tokens[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:]
-        tokens = torch.cat([tokens, logits.argmax(-1)], dim=1)
-    return tokens
+    return calibrate(llama, TOKENS, HIGGS, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +63,7 @@ def test_guesses_are_taken_back_past_a_sliding_window(name, tmp_path):
 
 def test_generate_with_left_padding_equals_the_rows_alone(any_caller):
     model = any_caller
-    compressor = calibrate(model, TOKENS, PRESETS["higgs"], progress=False)
+    compressor = calibrate(model, TOKENS, HIGGS, progress=False)
     rows = [TOKENS[0, :9], TOKENS[1, :20], TOKENS[2, :14]]
     padded = torch.stack([torch.cat([torch.zeros(20 - len(row), dtype=torch.long), row]) for row in rows])
     mask = torch.stack([torch.arange(20) >= 20 - len(row) for row in rows]).long()
@@ -128,26 +110,6 @@ def test_a_pass_that_does_not_go_on_where_the_cache_ends_is_refused(model):
         for start in (0, 20)
     ]
     assert torch.equal(going_on[0][:, 20:], going_on[1]) and cache.get_seq_length() == 20
-
-
-def test_chats_copies_and_assisted_decoding(llama, compressor, tmp_path):
-    """Prefill, generate, append, generate: as one loop over the same tokens. A prompt that is cached once is copied for
-    each question. Guesses of an assistant are cropped: tokens packed while they were in the window stay packed."""
-    prompt, cache, other = TOKENS[:1, :20], compressor.new_cache(llama), compressor.new_cache(llama)
-    first = llama.generate(prompt, past_key_values=cache, **PLAIN)
-    second = llama.generate(torch.cat([first, TOKENS[1:2, :7]], dim=1), past_key_values=cache, **PLAIN)
-    by_hand = torch.cat([greedy(llama, other, prompt, 8), TOKENS[1:2, :7]], dim=1)
-    assert torch.equal(second, greedy(llama, other, by_hand, 8))
-    cached, again = compressor.new_cache(llama), compressor.new_cache(llama)
-    for each in (cached, again):
-        llama(prompt, past_key_values=each)
-    for use in (copy.deepcopy(cached), copy.deepcopy(cached), again):
-        assert torch.equal(llama.generate(first[:, :24], past_key_values=use, **PLAIN)[:, :28], first)
-    assert cached.get_seq_length() == 20
-    assistant, cache = small_models.load("qwen3", tmp_path), compressor.new_cache(llama)
-    out = llama.generate(prompt, past_key_values=cache, assistant_model=assistant, **PLAIN)
-    assert out.shape == (1, 28) and cache.get_seq_length() == 27
-    assert all(group.sequences.seq_len == 27 for group in cache.batch.groups)
 
 
 @pytest.mark.parametrize("kept_tokens", [0, 16, 1000])
