@@ -140,7 +140,7 @@ def test_a_code_beyond_its_codebook_stands_for_the_last():
     assert torch.equal(decode(packed), last.expand(packed.shape))
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 33])
+@pytest.mark.parametrize("tokens", [1, 33])
 def test_streams_are_naive(tokens, request):
     """Complete ones, two of them with the farthest values there are, and what is made of damaged ones."""
     tables = torch.arange(7) % len(SIGMAS)
