@@ -36,3 +36,6 @@ PREDICTED = {
     "kvtc": presets.kvtc(2.0, block_tokens=16, recent_window=8),
     "oscar": presets.oscar(sink_tokens=4, recent_window=8),
 }
+
+MLP = {"epochs": 2, "minibatch": 64}
+PREDICTORS = {"linear": {}, "reduced_rank": {"rank": 3}, "mlp": MLP, "gptq": {"group_size": 4}}

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from adapters import adapt, switch
 from preset_zoo import EVERY
+from torch import nn
 
 from vqkv import CompressedCache, DataError, FormatError, calibrate
 from vqkv.cache.prompts import FORMAT, VERSION, PromptCache
@@ -46,18 +46,6 @@ def read(model, compressor, tokens, pieces=(40,)):
         if len(piece):
             feed(model, cache, piece)
     return cache
-
-
-def two_turns(model, compressor, folder):
-    """A ``PromptCache`` with 40 tokens and the 40 after them, and both files."""
-    prompts, text = PromptCache(folder, compressor, model), TOKENS[0]
-    cache = read(model, compressor, text[:40])
-    prompts.save(text[:40], cache)
-    (first,) = prompts.folder.iterdir()
-    feed(model, cache, text[40:80])
-    prompts.save(text[:80], cache)
-    (second,) = set(prompts.folder.iterdir()) - {first}
-    return prompts, cache, first, second
 
 
 def test_a_chat_goes_on_as_if_never_saved_and_stores_each_block_once(llama, compressor, tmp_path):
@@ -100,7 +88,13 @@ def test_the_longest_common_prefix_is_found_and_something_is_left_to_read(llama,
 
 
 def test_a_file_that_went_is_a_miss_and_only_a_damaged_one_of_a_chat_is_removed(llama, quanto, tmp_path, monkeypatch):
-    prompts, cache, first, second = two_turns(llama, quanto, tmp_path)
+    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
+    cache = read(llama, quanto, text[:40])
+    prompts.save(text[:40], cache)
+    (first,) = prompts.folder.iterdir()
+    feed(llama, cache, text[40:80])
+    prompts.save(text[:80], cache)
+    (second,) = {*prompts.folder.iterdir()} - {first}
     content = first.read_bytes()
     first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert prompts.find(TOKENS[0]) == (None, 0) and [*prompts.folder.iterdir()] == [second]
@@ -136,7 +130,7 @@ def rotate_otherwise(model):
     model.model.rotary_emb.inv_freq *= 0.5
 
 
-@pytest.mark.parametrize("change", [write_data, replace_module, rotate_otherwise, torch.nn.Module.half])
+@pytest.mark.parametrize("change", [write_data, replace_module, rotate_otherwise, nn.Module.half])
 def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, quanto, tmp_path, change):
     model = copy.deepcopy(llama)
     prompts, before = PromptCache(tmp_path, kivi, model), identity(model)
@@ -151,6 +145,43 @@ def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, q
         prompts.save(TOKENS[0], cache)
     assert PromptCache(tmp_path, kivi, llama).find(TOKENS[0])[1] == 95
     assert PromptCache(tmp_path, quanto, llama).find(TOKENS[0])[1] == 0  # another compressor
+
+
+class Lora(nn.Module):
+    """A linear layer and what its active adapters add, with the names, switches and in-place merges of peft's."""
+
+    def __init__(self, base_layer: nn.Linear, names=("a", "b")):
+        super().__init__()
+        self.base_layer, self.scaling = base_layer, dict.fromkeys(names, 2.0)
+        drawn = torch.Generator().manual_seed(0)
+        added = {name: 0.05 * torch.randn(base_layer.weight.shape, generator=drawn) for name in names}
+        self.lora = nn.ParameterDict(added)
+        self._active_adapter, self._disable_adapters, self.merged_adapters = [names[0]], False, []
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        for name in [] if self._disable_adapters or self.merged_adapters else self._active_adapter:
+            y = y + self.scaling[name] * x @ self.lora[name].T
+        return y
+
+    def merge(self):
+        for name in self._active_adapter:
+            self.base_layer.weight.data += self.scaling[name] * self.lora[name]
+            self.merged_adapters.append(name)
+
+
+def adapt(model, part: str, name: str):
+    """The same model with adapters on ``name`` of each layer's ``part``; returns them, too."""
+    parts = [getattr(layer, part) for layer in model.model.layers]
+    for each in parts:
+        setattr(each, name, Lora(getattr(each, name)).eval())
+    return model, [getattr(each, name) for each in parts]
+
+
+def switch(adapters, **values):
+    """Set attributes of all of them."""
+    for adapter in adapters:
+        vars(adapter).update(values)
 
 
 @pytest.mark.parametrize("where", [("self_attn", "q_proj"), ("mlp", "up_proj")])

@@ -12,8 +12,7 @@ import pytest
 import small_models
 import torch
 from huggingface_hub import HfApi, ModelCard
-from predictor_zoo import SMALL as PREDICTORS
-from preset_zoo import EVERY, PREDICTED
+from preset_zoo import EVERY, PREDICTED, PREDICTORS
 from safetensors.torch import load_file
 from strategies import run
 

@@ -1,14 +1,17 @@
 """AQUA-KV: predictors in calibration (Algorithm 1), in writing and reading caches (2 to 4); and KVSharer."""
 
+from contextlib import ExitStack
+from functools import partial
+
 import pytest
 import small_models
 import torch
-from projections import kv_sources
+from projections import changed
 from strategies import TOKENS, feed, run
 
 from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.predictive import side_by_side
+from vqkv.codecs.predictive import ROLES, side_by_side
 from vqkv.models.capture import capture
 
 model = small_models.fixture("llama", "gpt2", "qwen3", "glm")
@@ -58,18 +61,13 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
 def test_in_place_equals_restoring_every_layer_by_hand(llama, preset, within):
     """In place, the model sees what is restored of x for x; hooks on the projections do the same without a cache."""
     compressor = calibrate(llama, TOKENS, preset, progress=False)
-    reconstructions, handles = compressor.new_pass(), []
-    for source, coders in zip(kv_sources(llama), compressor.coders, strict=True):
-        for module, coder in zip((source.key_module, source.value_module), coders, strict=True):
-
-            def through(m, a, out, source=source, coder=coder):
-                return coder.through(source.heads(out, 0), reconstructions).transpose(1, 2).reshape(out.shape)
-
-            handles.append(module.register_forward_hook(through))
-    with torch.inference_mode():
+    reconstructions = compressor.new_pass()
+    with torch.inference_mode(), ExitStack() as stack:
+        for layer, coders in enumerate(compressor.coders):
+            for role, coder in zip(ROLES, coders, strict=True):
+                restored = partial(coder.through, reconstructions=reconstructions)
+                stack.enter_context(changed(llama, (role, layer), restored))
         by_hand = llama(TOKENS[:2], use_cache=False).logits
-    for handle in handles:
-        handle.remove()
     ours = run(llama, compressor.new_cache(llama, in_place=True), TOKENS[:2], (80,))
     torch.testing.assert_close(ours, by_hand, rtol=within, atol=within)
 
