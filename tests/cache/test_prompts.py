@@ -150,13 +150,11 @@ def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, q
 class Lora(nn.Module):
     """A linear layer and what its active adapters add, with the names, switches and in-place merges of peft's."""
 
-    def __init__(self, base_layer: nn.Linear, names=("a", "b")):
+    def __init__(self, base_layer: nn.Linear):
         super().__init__()
-        self.base_layer, self.scaling = base_layer, dict.fromkeys(names, 2.0)
-        drawn = torch.Generator().manual_seed(0)
-        added = {name: 0.05 * torch.randn(base_layer.weight.shape, generator=drawn) for name in names}
-        self.lora = nn.ParameterDict(added)
-        self._active_adapter, self._disable_adapters, self.merged_adapters = [names[0]], False, []
+        self.base_layer, self.scaling = base_layer, {"a": 2.0, "b": 2.0}
+        self.lora = nn.ParameterDict({name: 0.05 * torch.randn(base_layer.weight.shape) for name in "ab"})
+        self._active_adapter, self._disable_adapters, self.merged_adapters = ["a"], False, []
 
     def forward(self, x):
         y = self.base_layer(x)
@@ -164,46 +162,25 @@ class Lora(nn.Module):
             y = y + self.scaling[name] * x @ self.lora[name].T
         return y
 
-    def merge(self):
-        for name in self._active_adapter:
-            self.base_layer.weight.data += self.scaling[name] * self.lora[name]
-            self.merged_adapters.append(name)
 
-
-def adapt(model, part: str, name: str):
-    """The same model with adapters on ``name`` of each layer's ``part``; returns them, too."""
-    parts = [getattr(layer, part) for layer in model.model.layers]
-    for each in parts:
-        setattr(each, name, Lora(getattr(each, name)).eval())
-    return model, [getattr(each, name) for each in parts]
-
-
-def switch(adapters, **values):
-    """Set attributes of all of them."""
-    for adapter in adapters:
-        vars(adapter).update(values)
-
-
-@pytest.mark.parametrize("where", [("self_attn", "q_proj"), ("mlp", "up_proj")])
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp.up_proj"])
 def test_each_adapter_finds_its_own_prompts_and_tokens_of_two_are_saved_under_neither(llama, tmp_path, where):
-    model, adapters = adapt(copy.deepcopy(llama), *where)
+    model = copy.deepcopy(llama)
+    adapter = Lora(model.model.layers[0].get_submodule(where)).eval()
+    model.model.layers[0].set_submodule(where, adapter)
     kivi = calibrate(model, TOKENS, EVERY["kivi"], progress=False)
     prompts, text = PromptCache(tmp_path, kivi, model), TOKENS[0]
-    for state in ({}, {"_active_adapter": ["b"]}, {"_disable_adapters": True}):
-        switch(adapters, **state)
+    for adapter._active_adapter, adapter._disable_adapters in ((["a"], False), (["b"], False), (["b"], True)):
         assert prompts.find(text) == (None, 0)
         prompts.save(text, read(model, kivi, text))
         assert prompts.find(text)[1] == 95
-    switch(adapters, _disable_adapters=False)
-    mixed = kivi.new_cache(model)
-    for active in ("b", "a"):  # the first before any token
-        switch(adapters, _active_adapter=[active])
+    mixed, adapter._disable_adapters = kivi.new_cache(model), False
+    for adapter._active_adapter in (["b"], ["a"]):  # the first before any token
         feed(model, mixed, text[:32])
     with pytest.raises(DataError, match="weights or adapters changed"):
         mixed.save(tmp_path / "cache")
-    for adapter in adapters:
-        adapter.merge()
+    adapter.base_layer.weight.data += adapter.scaling["a"] * adapter.lora["a"]
+    adapter.merged_adapters = ["a"]
     assert prompts.find(text) == (None, 0)
-    for adapter in adapters:  # of a merge that is undone the rounding stays
-        adapter.merged_adapters = []
+    adapter.merged_adapters = []  # of a merge that is undone the rounding stays
     assert prompts.find(text) == (None, 0) and len(list(tmp_path.glob("*/*.prompt"))) == 3

@@ -1,4 +1,4 @@
-"""Arguments of presets with predictors and shared layers, as the command line gives them: what is wrong is named."""
+"""Arguments of presets, as the command line gives them: what is wrong is named."""
 
 from types import SimpleNamespace
 
@@ -41,11 +41,21 @@ def test_settings_by_name_go_to_predictor_and_backbone():
         ("higgs", "bits=5", "higgs of 5 bits: 2, 3 and 4 have a grid"),
         ("vqllm", "settings=3", "kmeans_iterations"),
         ("kvsharer", "sink_tokens=-1", "sink_tokens -1 must be an integer from 0"),
+        ("crossed", "quantizer=uniforms", "Did you mean 'uniform'?"),
+        ("crossed", "rotation=hadamar", "Did you mean 'hadamard'?"),
+        ("crossed", "entropy=true", "leaves storing its codes to others"),
+        ("crossed", "joint=true -p mixed=true", "not predicted or mixed"),
+        ("crossed", "quantizer=grid -p bits=2.5", "grid of 2.5 bits a value: use (2, 3, 4)"),
+        ("crossed", "quantizer=affine -p bits=2.5", "use (1, 2, 3"),
+        ("crossed", "bits=11", "from 0.01 to 10"),
+        ("crossed", "block_tokens=0", "tokens 0 must be an integer"),
+        *[("crossed", f"quantizer={quantizer} -p bits={bits}", "a number up to 16")
+          for quantizer in ("uniform", "rvq") for bits in (0, -1)],
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(name, assignment, message):
     with pytest.raises((DataError, UnknownNameError)) as error:
-        presets.make(name, **parse_assignments([assignment]))
+        presets.make(name, **parse_assignments(assignment.split(" -p ")))
     assert message in str(error.value)
 
 

@@ -1,13 +1,12 @@
-"""Every cross that exists calibrates and generates; those that do not exist say what does."""
+"""Every cross that exists calibrates and generates."""
 
-import itertools
 import re
 
 import pandas as pd
 import pytest
 import torch
 
-from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
+from vqkv import Compressor, DataError, calibrate, presets
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import capacity
 from vqkv.presets.crosses import PAYS, best_for
@@ -91,26 +90,6 @@ def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_p
         caches = [one.new_cache(llama) for one in (compressor, again)]
         assert torch.equal(*(generated(llama, cache) for cache in caches))
         assert caches[0].report() == caches[1].report()
-
-
-NOWHERE = [
-    ({"quantizer": "uniforms"}, UnknownNameError, "uniform"),
-    ({"rotation": "hadamar"}, UnknownNameError, "hadamard"),
-    ({"entropy": True}, DataError, "leaves storing its codes to others"),
-    ({"joint": True, "mixed": True}, DataError, "not predicted or mixed"),
-    ({"quantizer": "grid", "bits": 2.5}, DataError, r"grid of 2.5 bits a value: use \(2, 3, 4\)"),
-    ({"quantizer": "affine", "bits": 2.5}, DataError, r"use \(1, 2, 3"),
-    ({"bits": 11}, DataError, "from 0.01 to 10"),
-    ({"block_tokens": 0}, DataError, "tokens 0 must be an integer"),
-    *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16|must be float")
-      for quantizer, bits in itertools.product(("uniform", "rvq"), (0, -1, float("nan"), "2"))],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), NOWHERE, ids=str)
-def test_what_does_not_exist_is_refused_with_a_remedy(arguments, error, message):
-    with pytest.raises(error, match=message):
-        presets.crossed(**arguments)
 
 
 def test_capacity_of_residual_vq_depends_on_the_text_only_until_bits_are_split(llama):
