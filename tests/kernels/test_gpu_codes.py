@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_rans import SIGMAS, code_of, drawn
+from test_entropy import SIGMAS, code_of, drawn
 from views import DEVICE, affine, all_amid, amid, apart, coded, gaussian
 
 from vqkv.kernels import cpu, naive
