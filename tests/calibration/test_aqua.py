@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import small_models
@@ -96,20 +97,14 @@ def test_kvsharer_shares_whole_layers(llama):
 
 
 def test_pairs_are_taken_least_alike_first_and_only_above_the_threshold():
-    class Trial:
-        num_layers = 4
+    def similarity(plan):
+        return 0.2 if plan[1]["key"].predictor is not None else 0.9
 
-        def distances(self):
-            d = torch.zeros(4, 4)
-            for (i, j), x in {(0, 3): 9, (0, 1): 8, (1, 3): 7, (1, 2): 6, (2, 3): 5, (0, 2): 4}.items():
-                d[i, j] = x
-            return d
-
-        def similarity(self, plan):
-            return 0.2 if plan[1]["key"].predictor is not None else 0.9
+    apart = torch.tensor([[0.0, 8, 4, 9], [0, 0, 6, 7], [0, 0, 0, 5], [0, 0, 0, 0]])
+    trial = SimpleNamespace(num_layers=4, distances=apart.clone, similarity=similarity)
 
     def sources(pairs, threshold):
-        plan = presets.kvsharer(pairs, threshold).plan.arrange(presets.fp16(), Trial())
+        plan = presets.kvsharer(pairs, threshold).plan.arrange(presets.fp16(), trial)
         return {i: roles["value"].sources[0][1] for i, roles in enumerate(plan) if roles["value"].sources}
 
     assert sources(1, 0.5) == {3: 0} and sources(2, 0.1) == {3: 0, 1: 0}

@@ -33,10 +33,6 @@ def generated(model, cache, prompt=TOKENS[:2, :20]):
     return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
 
 
-def cross(design, bits):
-    return presets.crossed(**every()[design], bits=bits)
-
-
 def described(preset) -> str:
     """What it stores how, whatever it is called."""
     parts = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
@@ -123,7 +119,8 @@ def test_bits_that_cannot_be_split_and_too_few_tokens_are_named(llama, preset, m
 def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, more):
     tokens = kv_width * pays + more
     design = BEST[best_for(tokens, kv_width)]
-    assert described(presets.best(2.0, tokens, kv_width, trellis=True)) == described(cross(design, 2.0))
+    expected = presets.crossed(**every()[design], bits=2.0)
+    assert described(presets.best(2.0, tokens, kv_width, trellis=True)) == described(expected)
     assert BEST[best_for(tokens + 1, kv_width)] != design or more == 0
 
 

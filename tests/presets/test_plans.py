@@ -99,16 +99,12 @@ def every_split(curves):
     return [torch.stack(rows).sum(0).tolist() for rows in itertools.product(*(c.unbind(0) for c in curves.values()))]
 
 
-def least(curves):
-    return sum(curve[:, 0].min().item() for curve in curves.values()) / len(curves)
-
-
 @pytest.mark.parametrize("convex", [True, False])
 @settings(deadline=None, max_examples=50)
 @given(data=st.data(), more=st.floats(0, 6))
 def test_no_split_of_as_many_bits_costs_less(convex, data, more):
     points = data.draw(curves(convex))
-    budget = least(points) + more
+    budget = sum(curve[:, 0].min().item() for curve in points.values()) / len(points) + more
     chosen = allocate(points, budget)
     bits, cost = total(points, chosen)
     assert chosen.keys() == points.keys() and bits <= budget * len(points) + 1e-9
