@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from vqkv.data.bundled import CORPORA, PACKAGES, SPLITS, listed
-from vqkv.data.hub import HUB_CORPORA
+from vqkv.data.corpus import HUB_CORPORA
 from vqkv.models.load import BUNDLED
 from vqkv.study.experiments.frontier import CONTEXTS
 from vqkv.study.experiments.rule import by_rule, cache_shape

@@ -6,7 +6,7 @@ import pytest
 
 import vqkv
 from vqkv import presets
-from vqkv.data.facts import facts_batch
+from vqkv.evaluation.questions import facts_batch
 from vqkv.study.experiments.common import answered
 
 pytestmark = [

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """vqkv: ways to store a KV cache, on one harness, under one byte meter."""
 
 import sys
@@ -10,8 +11,7 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 
 if TYPE_CHECKING:
     from vqkv.cache.compressed import CompressedCache
-    from vqkv.cache.compressor import Compressor
-    from vqkv.cache.generating import compressed
+    from vqkv.cache.compressor import Compressor, compressed
     from vqkv.calibration.calibrate import calibrate
     from vqkv.data.corpus import load_corpus
     from vqkv.evaluation.evaluate import evaluate
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 __version__ = version("vqkv")
-__all__ = [
-    "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
-    "compressed", "evaluate", "load_corpus", "load_model", "recommend",
-]  # fmt: skip
 _MODULES = {  # imported when the name is first asked for: torch and transformers take seconds
     "CompressedCache": "cache.compressed", "Compressor": "cache.compressor", "calibrate": "calibration.calibrate",
-    "capacity": "evaluation.recommend", "capture": "models.capture", "compressed": "cache.generating",
+    "capacity": "evaluation.recommend", "capture": "models.capture", "compressed": "cache.compressor",
     "evaluate": "evaluation.evaluate", "load_corpus": "data.corpus", "load_model": "models.load",
     "recommend": "evaluation.recommend",
 }  # fmt: skip
+__all__ = ["DataError", "FormatError", "UnknownNameError", *_MODULES]
 
 
 def __getattr__(name: str):

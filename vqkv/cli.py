@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 import vqkv  # hands its names on when asked for: `vqkv --help` needs no torch
-from vqkv.runtime.registry import parse_assignments
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a folder, a GGUF file or a hub name")]
 Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]
@@ -32,10 +31,6 @@ class Commands(typer.core.TyperGroup):
             remedy = ": pip install 'vqkv[study,peers]'" if isinstance(error, ModuleNotFoundError) else ""
             typer.echo(f"error: {error}{remedy}", err=True)
             raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            kept = "; finished rows are kept, and the same command goes on" * (ctx.invoked_subcommand == "compare")
-            typer.echo(f"interrupted{kept}", err=True)
-            raise typer.Exit(130) from error
 
 
 app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -84,8 +79,7 @@ def chat(
         compressor = f"vqkv/{model}-{preset}"
     fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
     if fitted is None and preset != "none":
-        text = vqkv.load_corpus(corpus, tokenizer, "train", 512, 16)
-        fitted = _fitted(loaded, text, preset, parameter, corpus)
+        fitted = _fitted(loaded, tokenizer, preset, parameter, corpus, 512, 16)
     talk(loaded, tokenizer, fitted, max_new_tokens=max_new_tokens, write=typer.echo)
 
 
@@ -104,8 +98,7 @@ def calibrate(
     """Fit a preset to a model, save the compressor, and print what it is."""
     out = out.resolve()
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    text = vqkv.load_corpus(corpus, tokenizer, "train", seq_len, num_seqs)
-    compressor = _fitted(loaded, text, preset, parameter, corpus)
+    compressor = _fitted(loaded, tokenizer, preset, parameter, corpus, seq_len, num_seqs)
     compressor.save_pretrained(out)
     typer.echo(f"{compressor} -> {out}")
 
@@ -124,15 +117,14 @@ def evaluate(
     device: Device = "cpu",
     dtype: Dtype = "",
 ) -> None:
-    """Compare a model reading its compressed cache with itself reading everything exactly, or run leaderboard tasks on
-    it; print JSON rows."""
+    """Compare a model that reads its compressed cache with itself, or run leaderboard tasks on it; print JSON rows."""
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
     fitted = vqkv.Compressor.from_pretrained(compressor) if compressor or not task else None
     rows: list[dict] | dict
     if task:
         from vqkv.evaluation.harness import run_tasks
 
-        rows = run_tasks(loaded, tokenizer, fitted, task, None, limit, protocol, chunk_size)
+        rows = run_tasks(loaded, tokenizer, fitted, task, limit, protocol, chunk_size)
     else:
         text = vqkv.load_corpus(corpus, tokenizer, "test", seq_len, num_seqs)
         rows = vqkv.evaluate(loaded, fitted, text, protocol, chunk_size=chunk_size)
@@ -155,11 +147,13 @@ def recommend(
     typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours.")
 
 
-def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str):
+def _fitted(model, tokenizer, preset: str, parameter: list[str], corpus: str, seq_len: int, num_seqs: int):
     """Fit a preset, after a line that says how long it will take."""
     from vqkv.calibration.effort import passes, seconds_per_token
+    from vqkv.runtime.checks import parse_assignments
 
     wanted = vqkv.presets.make(preset, **parse_assignments(parameter))
+    tokens = vqkv.load_corpus(corpus, tokenizer, "train", seq_len, num_seqs)
     minutes = passes(wanted.name) * seconds_per_token(model) * tokens.numel() / 60
     typer.echo(f"calibrating {preset} on {tokens.numel():,} tokens of {corpus}: about {minutes:.1g} minutes", err=True)
     compressor = vqkv.calibrate(model, tokens, wanted)

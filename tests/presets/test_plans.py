@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vqkv import DataError, UnknownNameError, presets
 from vqkv.presets.plans import FromPrevious, allocate
-from vqkv.runtime.registry import parse_assignments
+from vqkv.runtime.checks import parse_assignments
 
 
 def test_settings_by_name_go_to_predictor_and_backbone():

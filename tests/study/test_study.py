@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.runtime.registry import parse_assignments
+from vqkv.runtime.checks import parse_assignments
 from vqkv.study import driver as study
 from vqkv.study import pages
 from vqkv.study.pages import strip, written

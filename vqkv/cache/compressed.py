@@ -20,9 +20,8 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.identity import stamp
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import kv_layers, plain
 from vqkv.models.load import layer_devices, values_per_token
-from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import load_checked, save_checked
@@ -225,9 +224,7 @@ class CompressedCache(Cache):
             for key in sorted(now.keys() - {"name"}):
                 if was[key] != now[key]:
                     saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
-                    raise FormatError(
-                        f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
-                    )
+                    raise FormatError(f"{path} was saved with {part} {saved}, not {given}: load it with that")
         cache = cls(compressor, model, header["in_place"], decoded_cache_bytes)
         saving.fill(cache, header, stored)
         return cache

@@ -1,18 +1,21 @@
-"""A preset fitted to a model: the codecs of every layer, what they predict from each other, and their cache."""
+"""A preset fitted to a model: the codecs of every layer, what they predict from each other, and their caches. Within
+``with compressed(model, compressor):`` so are all that ``generate``, or code that calls it, makes."""
 
 import hashlib
 import json
 import math
+import threading
+import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData, create_repo, hf_hub_download, upload_folder
-from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from vqkv import __version__
 from vqkv.cache.compressed import CompressedCache
@@ -32,9 +35,8 @@ from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
-from vqkv.models.gguf import TITLES
-from vqkv.models.load import difference
-from vqkv.models.plain import plain
+from vqkv.models.layers import plain
+from vqkv.models.load import TITLES, difference
 from vqkv.runtime.checks import whole_blocks
 from vqkv.runtime.files import claim, load_checked, replacing, save_checked, tensors_sha256
 
@@ -151,20 +153,8 @@ class Compressor:
         with replacing(folder / "README.md") as file:
             file.write(str(self._card()).encode())
 
-    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); return its address.
-
-        Raises ``FormatError`` for a hub that cannot be reached or refuses it."""
-        try:
-            create_repo(repo_id, private=private, token=token, exist_ok=True)
-            with TemporaryDirectory() as folder:
-                self.save_pretrained(folder)
-                return upload_folder(repo_id=repo_id, folder_path=folder, token=token).commit_url
-        except (HTTPError, HFValidationError, OSError) as error:
-            raise FormatError(f"{repo_id!r} is not on the hub ({error}): save_pretrained writes a folder") from error
-
     @classmethod
-    def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
+    def from_pretrained(cls, folder) -> "Compressor":
         """Load what ``save_pretrained`` wrote: a folder, a name in ``BUNDLED``, or one on the hub ("owner/name").
 
         Raises ``FormatError`` for anything missing, cut or altered, or a hub that cannot be reached."""
@@ -172,7 +162,7 @@ class Compressor:
         path = Path(folder) / FILE
         if not Path(folder).exists():
             try:
-                path = Path(hf_hub_download(str(folder), FILE, revision=revision, token=token))
+                path = Path(hf_hub_download(str(folder), FILE))
             except (OSError, ValueError) as error:  # as the hub's errors are
                 reason = str(error).strip().split("\n")[0][:200]
                 raise FormatError(f"{folder} is no folder, and not on the hub ({reason}): {REMEDY}") from error
@@ -237,3 +227,56 @@ class Compressor:
     def __repr__(self) -> str:
         layers = len(self.codecs)
         return f"Compressor({self.name} for {self.model['name']}, {layers} layers, {self.side_bytes:,} side bytes)"
+
+
+@dataclass(eq=False)
+class Compressed:
+    """What ``compressed`` is at work with. ``cache``: the last one that was made, whose ``report()`` has its bytes."""
+
+    compressor: Compressor
+    thread: int
+    cache: CompressedCache | None = None
+
+
+_active: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> list[Compressed], the innermost last
+_changing = threading.Lock()
+
+
+@contextmanager
+def compressed(model, compressor: Compressor) -> Iterator[Compressed]:
+    """Compress the caches that ``model`` makes for itself: of ``generate``, pipelines, chat programs, lm-eval.
+
+    A forward pass with no cache, or with an empty ``DynamicCache``, gets one of ``compressor``; caches that the caller
+    passes stay. Blocks nest. A thread that has entered no block takes the one that was entered last, so that
+    ``generate`` may run in a thread that a block started (``TextIteratorStreamer``).
+
+    Args: ``model``, a transformers decoder, also wrapped or with adapters; ``compressor``, fitted to it by
+    ``calibrate``. Raises ``FormatError`` if the compressor was fitted to another model.
+    """
+    model = plain(model)
+    compressor.check(model)
+    use = Compressed(compressor, threading.get_ident())
+    with _changing:
+        if _swap not in model._forward_pre_hooks.values():  # for good: one that goes races with other threads' passes
+            model.register_forward_pre_hook(_swap, prepend=True, with_kwargs=True)
+        _active[model] = [*_active.get(model, ()), use]
+    try:
+        yield use
+    finally:
+        with _changing:
+            _active[model] = [other for other in _active[model] if other is not use]
+
+
+@torch.compiler.disable
+def _swap(model, args, kwargs):
+    """Replace the empty cache of a forward pass, within a block of ``compressed``."""
+    if not (uses := _active.get(model)):
+        return None
+    own = [use for use in uses if use.thread == threading.get_ident()]
+    given, caches = kwargs.get("past_key_values"), kwargs.get("use_cache", getattr(model.config, "use_cache", True))
+    empty = given is None or (type(given) is DynamicCache and not given.get_seq_length())
+    if not (caches and empty) or any(isinstance(each, Cache) for each in args):
+        return None
+    use = (own or uses)[-1]
+    use.cache = use.compressor.new_cache(model)
+    return args, kwargs | {"past_key_values": use.cache}

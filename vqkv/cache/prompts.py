@@ -13,7 +13,7 @@ from torch import Tensor
 from vqkv.cache import saving
 from vqkv.cache.compressed import CompressedCache
 from vqkv.errors import DamageError, DataError
-from vqkv.models.plain import plain
+from vqkv.models.layers import plain
 from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 
 FORMAT, VERSION, SUFFIX = "vqkv-prompt", 2, ".prompt"

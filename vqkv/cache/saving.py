@@ -29,9 +29,7 @@ def header_of(cache) -> dict:
     cache.check_complete()
     model = cache.model()
     if cache.with_states:
-        raise DataError(
-            f"{type(model).__name__} has states beside keys and values: save the tokens and read them again"
-        )
+        raise DataError(f"{type(model).__name__} has states beside keys and values: save its tokens instead")
     if not cache.is_croppable:
         raise DataError("a sliding window has dropped tokens of some layers: save all tokens and read them again")
     if cache.read_by not in (None, stamp(model)):

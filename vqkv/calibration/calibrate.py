@@ -18,8 +18,8 @@ from vqkv.codecs.predictive import LayerRole, Prediction
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.capture import capture, check_tokens
+from vqkv.models.layers import evaluating
 from vqkv.models.load import describe
-from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.presets.plans import Budgeted
 from vqkv.presets.preset import OF_EVERY_PRESET, LayerPlan

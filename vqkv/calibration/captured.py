@@ -35,8 +35,7 @@ class TensorFolder:
         try:
             save_file({"x": x.contiguous()}, self.folder / f"{role}-{layer}-{batch}")
         except (OSError, SafetensorError) as error:
-            remedy = "Use fewer tokens, or another folder (TMPDIR=...)"
-            raise DataError(f"cannot write to {self.folder}: {error}. {remedy}") from error
+            raise DataError(f"cannot write to {self.folder}: {error}. Use fewer tokens, or set TMPDIR") from error
 
     def get(self, role: str, layer: int, batch: int, device="cpu") -> Tensor:
         """Read a tensor."""
@@ -75,9 +74,8 @@ class CapturedTokens(TensorFolder):
     def metrics(self, model, costs: str = "loss") -> dict[LayerRole, Tensor]:
         """Compute once what errors cost to the ``loss`` (``fisher_metrics``) or in ``attention``
         (``attention_metrics``); ``model``: the one that these tokens were captured from."""
-        if costs not in self._metrics:
-            if costs == "attention":
-                self._metrics[costs] = attention_metrics(model, self.tokens[:FISHER_SEQS, :FISHER_TOKENS])
-            else:
-                self._metrics[costs] = fisher_metrics(model, self.tokens, self.pre_rope)
+        if costs not in self._metrics and costs == "attention":
+            self._metrics[costs] = attention_metrics(model, self.tokens[:FISHER_SEQS, :FISHER_TOKENS])
+        elif costs not in self._metrics:
+            self._metrics[costs] = fisher_metrics(model, self.tokens, self.pre_rope)
         return self._metrics[costs]

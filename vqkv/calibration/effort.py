@@ -12,12 +12,11 @@ PASSES = {"best": 20, "kvtc": 14, "vqllm": 12, "aqua": 5.9, "live": 4.2, "nova":
 PASSES |= {"rvq2": 2.0, "vqq_product": 1.8, "kvquant": 1.8, "vq": 1.6, "cachegen": 1.5, "block_gtq": 1.4}
 PASSES |= {"kvsharer": 1.4, "lossless": 1.3, "higgs": 1.2, "oscar": 0.3}
 PASSES |= dict.fromkeys(("fp", "hqq", "quanto", "kivi", "turboquant", "kvarn", "nvfp4", "nsnquant"), 0.2)
-OTHERS = 6.0
 
 
 def passes(name: str) -> float:
     """Estimate how many passes of the model over its text calibrating a preset takes, by its name."""
-    return next((count for start, count in PASSES.items() if name.startswith(start)), OTHERS)
+    return next((count for start, count in PASSES.items() if name.startswith(start)), 6.0)
 
 
 def seconds_per_token(model) -> float:

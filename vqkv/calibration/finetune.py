@@ -24,9 +24,8 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_tokens
-from vqkv.models.layers import InterceptingCache, kv_layers
+from vqkv.models.layers import InterceptingCache, kv_layers, plain
 from vqkv.models.load import describe
-from vqkv.models.plain import plain
 from vqkv.models.rope import Rotation, rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole

@@ -36,14 +36,13 @@ class ModelTrial:
 
     def distances(self) -> Tensor:
         """Compute Euclidean distances (num_layers, num_layers) between keys and values averaged over sequences."""
-        means = torch.stack(
-            [torch.cat([self._mean(role, layer) for role in ROLES]) for layer in range(self.num_layers)]
-        )
-        return torch.cdist(means[None], means[None])[0]
-
-    def _mean(self, role: str, layer: int) -> Tensor:
-        total = sum((x.double().sum(0) for x in self.captured.batches(role, layer)), torch.zeros(()))
-        return total.flatten() / len(self.captured.tokens)
+        rows = []
+        for layer in range(self.num_layers):
+            batches = (self.captured.batches(role, layer) for role in ROLES)
+            sums = [sum((x.double().sum(0) for x in each), torch.zeros(())).flatten() for each in batches]
+            rows.append(torch.cat(sums) / len(self.captured.tokens))
+        means = torch.stack(rows)[None]
+        return torch.cdist(means, means)[0]
 
     def cost_curves(self, preset, plan: Plan) -> dict[LayerRole, Tensor]:
         """Compute ``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""

@@ -100,7 +100,7 @@ class AffineQuantizer(Quantizer):
         self.code_bits = self.bits
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> int32 (..., values of a row), and the ends."""
+        """Return int32 codes (..., values of a row) of x (..., *row_shape), and the ends."""
         codes, side = self.ends.codes(x, 2**self.bits - 1)
         return codes.int().flatten(3), side
 
@@ -136,13 +136,13 @@ class Anchors(Stage):
     limits = {"group": (2, 1 << 16)}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for rows of tokens that groups do not divide."""
+        """Take the anchors out of rows. Raises ``DataError`` for tokens that groups do not divide."""
         if len(shape) != 3 or shape[1] % self.group:
             raise DataError(f"rows of {shape[1:]} are no groups of {self.group} tokens: put a TokenBlock first")
         return shape[0], shape[1] - shape[1] // self.group, shape[2]
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., tokens, channels) -> (..., tokens that are no anchors, channels)."""
+        """Return the differences of all tokens that are no anchors, (..., tokens, channels), and the anchors."""
         groups = x.unflatten(-2, (-1, self.group))
         codes, ends = self.ends.codes(groups[..., 0, :], ANCHOR_LEVELS)
         side = {"anchors": codes.to(torch.uint8)} | ends

@@ -46,7 +46,7 @@ class ChannelBits(Quantizer):
         self.weighted = self.pairs
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for pairs of an odd number of channels."""
+        """Prepare for rows (head_dim,). Raises ``DataError`` for pairs of an odd number of channels."""
         if self.pairs and shape[-1] % 2:
             raise DataError(f"head_dim {shape[-1]} is an odd number: use turboquant, pairs need an even number")
         return super().build(shape)
@@ -68,8 +68,8 @@ class ChannelBits(Quantizer):
         self.widths = widths.to(torch.uint8)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, num_kv_heads, rows, head_dim) -> bits (batch, 1, rows, all bits), fp16 sizes (batch, 1, rows,
-        sets)."""
+        """Return the codes' bits (batch, 1, rows, all bits) and fp16 sizes (batch, 1, rows, sets) of x (batch,
+        num_kv_heads, rows, head_dim)."""
         codes, sizes = [], []
         for head, width, channels in self._sets():
             y = x[:, head, :, channels]

@@ -62,7 +62,7 @@ class StreamQuantizer(Quantizer):
         return Payload({"lengths": lengths, **side}, ragged={"stream": words})
 
     def load(self, payload: Payload) -> Tensor:
-        """Raises ``FormatError`` for streams that were cut, extended or altered, or are another codec's."""
+        """Undo ``store``. Raises ``FormatError`` for streams that were cut or altered, or are another codec's."""
         lengths = payload.counts("stream").permute(2, 0, 1)
         tokens = self.codes_per_row // self.num_tables
         codes, intact = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
@@ -118,7 +118,7 @@ class Entropy(StreamQuantizer):
         self.by_head, self.side_fields = self.context == "position", self.quantizer.side_fields
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As the quantizer does. Raises ``DataError`` if ``position`` has no meaning in such rows."""
+        """Prepare the quantizer. Raises ``DataError`` if ``position`` has no meaning in such rows."""
         self.quantizer.build(shape)
         self.codes_per_row = self.quantizer.codes_per_row
         codes = getattr(self.quantizer, "codebook_size", 1 << self.quantizer.code_bits)
@@ -175,7 +175,7 @@ class FloatBits(StreamQuantizer):
     by_head = True
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides the type, exponents and signs; symbols of all batches are counted."""
+        """Take type, exponents and signs from the first batch; count symbols of all batches."""
         if self.mantissa is None:
             fitting = [bits for bits, dtype in TYPES.items() if torch.equal(x.to(dtype).float(), x)]
             self.mantissa = torch.tensor([*fitting, 10][0], dtype=torch.uint8)
@@ -192,8 +192,8 @@ class FloatBits(StreamQuantizer):
         self._counts = self._counts + counts.view(len(SKEWS) + 1, LEVELS + 1)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row): from the mantissa's lowest
-        bit up, the mantissa, whether the sign is the rarer one, the exponent less its channel's."""
+        """Return int32 codes (batch, heads, rows, codes of a row) of x (batch, heads, rows, *row_shape). From the
+        lowest bit up: the mantissa, whether the sign is the rarer one, the exponent less its channel's."""
         mantissa, exponent, sign = self._parts(x)
         symbol = 2 * (exponent - self._of_channels(self.exponents)) + (sign ^ self._of_channels(self.kinds & 1))
         return (symbol << int(self.mantissa) | mantissa).flatten(3), {}

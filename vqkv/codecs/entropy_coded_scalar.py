@@ -94,11 +94,11 @@ class EntropyCodedScalar(StreamQuantizer):
         self.shifts = shifts_of(self._codes(sample))
 
     def _codes(self, channels: Tensor) -> Tensor:
-        """Values (heads, rows, channels) -> int32 codes."""
+        """Quantize values (heads, rows, channels) to int32 codes."""
         return rounded(channels, self.step)
 
     def _values(self, codes: Tensor) -> Tensor:
-        """Codes (..., channels) -> values, float32."""
+        """Read codes (..., channels) back, float32."""
         return codes * self.step
 
     def finalize(self) -> None:
@@ -119,7 +119,7 @@ class EntropyCodedScalar(StreamQuantizer):
         self.frequencies, self._counts = torch.cat(rows).to(spreads.device), torch.tensor(0)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), up to 2^23 - 1 in size."""
+        """Return int32 codes (batch, heads, rows, codes of a row), up to 2^23 - 1 in size."""
         channels = x.transpose(0, 1)
         codes = self._codes(channels.flatten(1, -2)).view(channels.shape)
         return codes.transpose(0, 1).flatten(3), {}

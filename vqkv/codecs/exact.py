@@ -58,7 +58,7 @@ class Fallback(Quantizer):
     limits = {"block_size": (1, MAX_HEAD_DIM), "threshold": (0.0, math.inf)}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if blocks do not divide a row's last axis."""
+        """Prepare the quantizer. Raises ``DataError`` if blocks do not divide a row's last axis."""
         self.block_values = self.block_size
         self.inner.prepare(1, self.block_size)
         return super().build(shape)
@@ -113,7 +113,7 @@ class SparseOutliers(Stage):
     side_fields = ("outliers", "positions")
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for rows too long for positions of 16 bits."""
+        """Prepare for rows. Raises ``DataError`` for those too long for positions of 16 bits."""
         self._row_shape, size = shape[1:], math.prod(shape[1:])
         self._count, self._bits = max(1, round(self.share * size)), max(1, (size - 1).bit_length())
         if self._bits > 16:

@@ -61,7 +61,7 @@ class Levels(Quantizer):
         self.code_bits = self.bits
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> int32 (..., values of a row)."""
+        """Return int32 codes (..., values of a row) of x (..., *row_shape)."""
         return nearest(x, self.levels.float()).to(torch.int32).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
@@ -101,7 +101,7 @@ class NonUniform(Levels):
     limits = Levels.limits | {"seed": (0, MAX_SEED)}
 
     def partial_fit(self, x: Tensor) -> None:
-        """Raises ``DataError`` at first for fewer distinct values than levels."""
+        """Learn from one batch. Raises ``DataError`` at first for fewer distinct values than levels."""
         self.fit_weighted(x, torch.ones_like(x))
 
     def fit_weighted(self, x: Tensor, weights: Tensor) -> None:
@@ -152,7 +152,7 @@ class WeightedChain(Chain):
         super().__post_init__()
 
     def _partial_fit(self, x: Tensor) -> None:
-        """Raises ``DataError`` if nothing was said about costs."""
+        """Learn from one batch. Raises ``DataError`` if nothing was said about costs."""
         if self.quantizer.metric is None:
             raise DataError("a WeightedChain was not told what errors cost: fit it with vqkv.calibrate")
         costs = self.quantizer.metric.diagonal(dim1=1, dim2=2)
@@ -215,7 +215,7 @@ class Grid(Quantizer):
         self.grid = gaussian_grids()[self.size][0].half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> int64 (..., pairs of a row)."""
+        """Return int64 codes (..., pairs of a row) of x (..., *row_shape)."""
         return rvq_encode(x.flatten(3).unflatten(-1, (-1, 2)), self.grid.unsqueeze(0)).squeeze(-1), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
@@ -243,7 +243,7 @@ class SignedGrid(Quantizer):
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> int64 (..., signs of each 8 values, then codes of their magnitudes)."""
+        """Return int64 codes (..., signs of each 8 values, then codes of their magnitudes) of x (..., *row_shape)."""
         y = x.flatten(3).unflatten(-1, (-1, self.block_values))
         signs = ((y < 0).long() << torch.arange(self.block_values, device=x.device)).sum(-1)
         return torch.cat([signs, rvq_encode(y.abs(), self.grid.unsqueeze(0)).squeeze(-1)], dim=-1), {}

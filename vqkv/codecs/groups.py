@@ -52,7 +52,7 @@ class ByteGroups(Quantizer):
     code_bits = 8
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for fewer bits than a byte a row."""
+        """Prepare for rows (components,). Raises ``DataError`` for fewer bits than a byte a row."""
         shape = super().build(shape)
         self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
         self._layout: tuple = None, None, None  # and the tensors that it was made of
@@ -86,7 +86,7 @@ class ByteGroups(Quantizer):
         self.codebooks = torch.cat(codebooks, dim=1).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, num_kv_heads, rows, components) -> uint8 codes (batch, num_kv_heads, rows, bytes)."""
+        """Return uint8 codes (batch, num_kv_heads, rows, bytes) of x (batch, num_kv_heads, rows, components)."""
         return grouped_encode(x, self._view(torch.empty(0, dtype=torch.uint8, device=x.device))), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
@@ -189,7 +189,7 @@ class ComponentGroups(Quantizer):
         return int(self.groups[:, 0].sum())
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> uint8 (..., codes of a row), and fp16 ends (..., groups, tokens)."""
+        """Return uint8 codes (..., codes of a row) and fp16 ends (..., groups, tokens) of x (..., *row_shape)."""
         sizes, widths = self.groups.mT.tolist()
         codes = [x.new_zeros(*x.shape[:3], 0, dtype=torch.uint8)]
         ends = [x.new_zeros(2, *x.shape[:3], 0, x.shape[3], dtype=torch.float16)]
@@ -231,7 +231,7 @@ class ComponentGroups(Quantizer):
         return Payload({"lengths": lengths, **side}, ragged={"stream": stream})
 
     def load(self, payload: Payload) -> Tensor:
-        """Raises ``FormatError`` for streams that were cut, extended or altered, or are another codec's."""
+        """Undo ``store``. Raises ``FormatError`` for streams that were cut or altered, or are another codec's."""
         lengths = payload.counts("stream").permute(2, 0, 1)
         data, stops = payload.ragged["stream"].cpu().numpy().tobytes(), lengths.flatten().cumsum(0).tolist()
         size = sum(n for n, width in self.groups.tolist() if width) * self.row_shape[0]

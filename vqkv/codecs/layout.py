@@ -34,7 +34,7 @@ class TokenBlock(Stage):
         return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        """Codes of the tokens of a block follow each other, in complete bytes, and have one scale."""
+        """Put the codes of a block's tokens one after the other, in complete bytes, with one scale."""
         size = inner.codes.shape[3]
         if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:
             return None

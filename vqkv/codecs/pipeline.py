@@ -226,8 +226,9 @@ class Chain(Codec):
     def _finalize(self) -> None:
         for part in self._parts:
             part.finalize()
-        for stage in self._stages if self.quantizer.kept is not None else ():
-            stage.keep(self.quantizer.kept)
+        kept = self.quantizer.kept
+        for stage in self._stages if kept is not None else ():
+            stage.keep(cast(int, kept))
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[Side]]:
         """Return rows after the stages, and what each of these stores."""

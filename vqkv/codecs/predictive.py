@@ -19,7 +19,7 @@ LayerRole = tuple[str, int]  # ("key" or "value", layer)
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """(batch, num_kv_heads, seq_len, head_dim) -> (batch, seq_len, num_kv_heads * head_dim): all heads of a token."""
+    """Join all heads of a token: (batch, num_kv_heads, seq_len, head_dim) -> (batch, seq_len, features)."""
     return x.transpose(1, 2).flatten(2)
 
 

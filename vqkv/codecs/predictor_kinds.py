@@ -14,8 +14,7 @@ from vqkv.codecs.stage import Part, learned
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
 from vqkv.kernels.precision import by_rows, full_precision, product
-from vqkv.runtime.checks import FP16_MAX, MAX_SEED
-from vqkv.runtime.registry import call
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED, call
 
 MANY = 1 << 20
 MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")

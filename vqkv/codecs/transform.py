@@ -35,7 +35,7 @@ class Grouping(Stage):
     choices = {"kind": ("contiguous", "strided", "random"), "shrink": ("", "divisor", "power of two")}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if the last axis is not divisible by group_size."""
+        """Choose the size of groups. Raises ``DataError`` if group_size does not divide the last axis."""
         *outer, channels = shape
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
         admitted = [size for size in divisors if size <= self.group_size]
@@ -55,14 +55,14 @@ class Grouping(Stage):
         return *outer, channels // self._size, self._size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., head_dim) -> (..., num_groups, group_size)."""
+        """Split channels: (..., head_dim) -> (..., num_groups, group_size)."""
         if self.kind == "strided":
             return x.unflatten(-1, (self._size, -1)).mT.contiguous(), {}
         x = x.gather(-1, self.order.long().expand(x.shape)) if self.kind == "random" else x.contiguous()
         return x.unflatten(-1, (-1, self._size)), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """(..., num_groups, group_size) -> (..., head_dim)."""
+        """Join groups again: (..., num_groups, group_size) -> (..., head_dim)."""
         y = (y.mT if self.kind == "strided" else y).flatten(-2)
         return y.gather(-1, self.order.argsort().expand(y.shape)) if self.kind == "random" else y
 

@@ -53,7 +53,7 @@ class ResidualVQ(Quantizer):
         self.num_tables = self.num_quantizers  # a row's codes take turns between distributions, one per stage
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows are (..., group_size). Raises ``DataError`` otherwise."""
+        """Prepare for rows (..., group_size). Raises ``DataError`` for others."""
         if shape[-1] != self.group_size:
             raise DataError(f"rows of {shape[1:]} reach a quantizer of group_size {self.group_size}: add a Grouping")
         self.row_shape, self._groups = shape[1:], math.prod(shape[1:-1])
@@ -61,7 +61,7 @@ class ResidualVQ(Quantizer):
         return shape
 
     def partial_fit(self, x: Tensor) -> None:
-        """x (..., group_size). Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        """Learn from x (..., group_size). Raises ``DataError`` at first for fewer distinct vectors than codes."""
         vectors = x.reshape(-1, self.group_size)
         if self.codebooks is None:
             self._start(vectors)
@@ -79,7 +79,7 @@ class ResidualVQ(Quantizer):
             raise DataError("a code overflows fp16: put a scale before the quantizer")
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
+        """Return codes (batch, heads, rows, groups * num_quantizers) of x (batch, heads, rows, ..., group_size)."""
         return rvq_encode(x, self.codebooks, self.beam).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
@@ -115,7 +115,7 @@ class ResidualVQ(Quantizer):
         return torch.stack([residual.double().square().mean() for residual in residuals])
 
     def _residuals(self, x: Tensor, codes: Tensor) -> Iterator[Tensor]:
-        """x, then the residual of each stage."""
+        """Yield x, then the residual of each stage."""
         yield x
         for k, codebook in enumerate(self.codebooks.float()):
             x = x - codebook[codes[:, k]]
@@ -182,7 +182,7 @@ class ProductVQ(Quantizer):
         self.num_tables = self.num_subvectors * self.num_quantizers  # a row's codes take turns between distributions
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` unless the last axis is num_subvectors * sub_dim."""
+        """Prepare for rows. Raises ``DataError`` unless the last axis is num_subvectors * sub_dim."""
         width = self.num_subvectors * self.sub_dim
         if shape[-1] != width:
             raise DataError(f"rows of {shape[1:]} reach a product quantizer of {width} values: add a Grouping")
@@ -191,7 +191,7 @@ class ProductVQ(Quantizer):
         return shape
 
     def partial_fit(self, x: Tensor) -> None:
-        """Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        """Learn from one batch. Raises ``DataError`` at first for fewer distinct vectors than codes."""
         for piece, values in zip(self._pieces, x.split(self.sub_dim, dim=-1), strict=True):
             piece.partial_fit(values)
         self.codebooks = torch.cat([piece.codebooks for piece in self._pieces])
@@ -204,7 +204,7 @@ class ProductVQ(Quantizer):
         self._pieces = []
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors * num_quantizers)."""
+        """Return codes (batch, heads, rows, vectors * num_subvectors * num_quantizers)."""
         pieces = zip(x.split(self.sub_dim, dim=-1), self.codebooks.split(self.num_quantizers), strict=True)
         return torch.cat([rvq_encode(values, codebook) for values, codebook in pieces], dim=-1).flatten(3), {}
 
@@ -238,7 +238,7 @@ class HeadCodebooks(Quantizer):
         return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
-        """Raises ``DataError`` for fewer distinct vectors than codes."""
+        """Learn from the first batch. Raises ``DataError`` for fewer distinct vectors than codes."""
         if self.codebooks is None:
             groups = x.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
             books = torch.stack([KMeans(HEAD_CODES, HEAD_ITERATIONS, self.seed).fit(rows) for rows in groups])
@@ -247,7 +247,7 @@ class HeadCodebooks(Quantizer):
             self.codebooks = (books / self.scale.float()[..., None, None]).to(E5M2).view(torch.uint8)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, groups, size) -> (batch, heads, rows, groups)."""
+        """Return codes (batch, heads, rows, groups) of x (batch, heads, rows, groups, size)."""
         books = self._books().flatten(0, 1).split(1)
         groups = x.transpose(2, 3).flatten(1, 2).unbind(1)
         codes = [rvq_encode(rows, book).squeeze(-1) for rows, book in zip(groups, books, strict=True)]

@@ -22,8 +22,8 @@ TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Any]  # what one batch adds to a row: tensors and the byte meter's report
 NOTHING_LEFT = (
-    "nothing is left to score after the tokens that read nothing packed: use longer sequences, or a smaller window or "
-    "flush block"
+    "nothing is left to score after the tokens that read nothing packed: use longer sequences, or a smaller "
+    "recent_window= or block_tokens="
 )
 
 
@@ -64,7 +64,15 @@ def evaluate(
     """
     exact = ExactPass(model) if exact is None else exact
     model = exact.model if model is exact.given else model
-    _check_arguments(model, compressor, tokens, protocol, exact)
+    if protocol not in PROTOCOLS:
+        raise UnknownNameError("protocol", protocol, PROTOCOLS)
+    if not hasattr(compressor, "new_cache"):
+        raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
+    check_tokens(model, tokens)
+    if (longest := max_positions(model)) < tokens.shape[1]:
+        raise DataError(f"windows of {tokens.shape[1]} tokens, but the model has {longest} positions: use shorter ones")
+    if exact.model is not model:
+        raise DataError("exact= is an ExactPass of another model: make one of this")
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
     check_whole("batch_size", batch_size, 1)
@@ -78,18 +86,6 @@ def evaluate(
         if reconstruction and not getattr(compressor, "joint", False):
             sums[-1] |= _reconstruction(exact, compressor, batch)
     return _row(protocol, sums, per_sequence)
-
-
-def _check_arguments(model, compressor, tokens: Tensor, protocol: str, exact: ExactPass) -> None:
-    if protocol not in PROTOCOLS:
-        raise UnknownNameError("protocol", protocol, PROTOCOLS)
-    if not hasattr(compressor, "new_cache"):
-        raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
-    check_tokens(model, tokens)
-    if (longest := max_positions(model)) < tokens.shape[1]:
-        raise DataError(f"windows of {tokens.shape[1]} tokens, but the model has {longest} positions: use shorter ones")
-    if exact.model is not model:
-        raise DataError("exact= is an ExactPass of another model: make one of this")
 
 
 @torch.no_grad()
@@ -171,8 +167,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
     with attention_outputs(model) as packed_attention:
         logits, exact_tokens = _read_packed(model, cache, tokens.split(pieces, dim=1))
     read = [sum(pieces[:i]) for i, count in enumerate(exact_tokens) if count is not None]
-    start = max(start, read[0])
-    if start >= tokens.shape[1] - 1:
+    start = max([start, *read[:1]])
+    if not read or start >= tokens.shape[1] - 1:
         raise DataError(NOTHING_LEFT)
     exact, logits, targets = exact[:, start:-1], logits[:, start:-1], tokens[:, start + 1 :]
     out = {
@@ -200,20 +196,13 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
 
 
 def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
-    """Return logits, and how many exact tokens the cache held when each piece was read; None while none was packed.
-    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+    """Return logits, and how many exact tokens the cache held when each piece was read; None while none was packed."""
     logits, exact_tokens = [], []
     for piece in pieces:
         exact_tokens.append(_exact_tokens(model, cache))
         logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
     if len(pieces) == 1:  # in place: packed before it is read
         exact_tokens = [_exact_tokens(model, cache)]
-    if exact_tokens[-1] is None:
-        count = sum(piece.shape[1] for piece in pieces)
-        raise DataError(
-            f"no packed token was read in {count} tokens: use longer sequences, or a preset with a smaller "
-            "recent_window= or block_tokens="
-        )
     return torch.cat(logits, dim=1), exact_tokens
 
 

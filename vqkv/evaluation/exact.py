@@ -13,9 +13,8 @@ from transformers import DynamicCache
 from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import evaluating, kv_layers
 from vqkv.models.metrics import token_kl
-from vqkv.models.plain import evaluating
 
 REMEMBERED = 1 << 31  # bytes
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32, read in pieces": torch.float32}

@@ -30,9 +30,8 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Prediction
 from vqkv.codecs.stage import part_from_config
 from vqkv.errors import DataError, FormatError
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import kv_layers, plain
 from vqkv.models.load import config_of
-from vqkv.models.plain import plain
 from vqkv.presets import Preset
 from vqkv.presets.preset import LayerPlan
 
@@ -121,11 +120,12 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
     """Weigh ``model``, which may lie on the ``meta`` device, and a cache of this preset or compressor. Raises
     ``DataError`` for sizes that depend on the text, ``FormatError`` for a compressor of another model."""
     shape = model_shape(model)
-    if isinstance(preset, Compressor):
-        compressor = preset
-        _check_fits(compressor, model, shape)
-    else:
-        compressor = _untrained(preset, shape)
+    compressor = preset if isinstance(preset, Compressor) else _untrained(preset, shape)
+    if compressor is preset and model.device.type != "meta":
+        compressor.check(model)
+    elif compressor is preset and compressor.model["shapes"] != [[*layer.shape] for layer in kv_layers(model)]:
+        about = f"compressor {compressor.name!r} was fitted to {compressor.model['name']!r}"
+        raise FormatError(f"{about}, of which layers, KV heads or head_dim differ: calibrate one for this model")
     codecs = [codec for pair in compressor.codecs for codec in pair]
     rows = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
     block = math.lcm(compressor.settings.block_tokens, compressor.block_tokens)
@@ -212,31 +212,14 @@ def weight_bytes(model) -> int:
     return tensor_bytes(held)
 
 
-def _check_fits(compressor: Compressor, model, shape: Shape) -> None:
-    """Raise ``FormatError`` for a compressor of another model, as far as a model without weights can tell."""
-    if model.device.type != "meta":
-        compressor.check(model)
-    elif compressor.model["shapes"] != [[shape.num_kv_heads, shape.head_dim, shape.head_dim]] * shape.num_layers:
-        raise FormatError(
-            f"compressor {compressor.name!r} was fitted to {compressor.model['name']!r}, of which layers, KV heads or "
-            "head_dim differ: calibrate a compressor for this model"
-        )
-
-
 class _AnyModel:
     """Answers what plans ask of a model, where sizes do not depend on it."""
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
 
-    def distances(self) -> Tensor:
-        return torch.ones(self.num_layers, self.num_layers)
-
-    def similarity(self, plan) -> float:
-        return 1.0
-
     def __getattr__(self, asked: str):
-        raise DataError(UNKNOWN)  # shapes, cost_curves: the bits of each layer follow from the text
+        raise DataError(UNKNOWN)  # shapes, cost_curves, ...: what each layer stores follows from the text
 
 
 def _untrained(preset: Preset, shape: Shape) -> Compressor:

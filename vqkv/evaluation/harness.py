@@ -5,7 +5,6 @@ pretrained=MODEL,compressor=FOLDER --tasks wikitext``.
 """
 
 import difflib
-import json
 import sys
 from contextlib import redirect_stdout
 from functools import cache
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import Report, total
-from vqkv.data.recall import recall_questions
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.evaluation.questions import recall_questions
+from vqkv.models.layers import evaluating
 from vqkv.models.load import load_model
-from vqkv.models.plain import evaluating
 
 try:
     from datasets import Dataset
@@ -122,39 +121,35 @@ def run_tasks(
     tokenizer,
     compressor=None,
     tasks: str | list[str] = "local",
-    num_fewshot: int | None = None,
     limit: int | None = None,
     protocol: str = "chunked",
     chunk_size: int = 32,
-    metadata: dict | None = None,
     **of_hflm,
 ) -> list[dict]:
     """Run leaderboard tasks on ``model`` reading a compressed cache; the same arguments give the same rows.
 
     ``compressor``: a ``Compressor`` or a peer (``vqkv.study.peers``); None leaves the cache as it is. ``tasks``: names
-    of ``SUITES``, or of tasks or groups of lm_eval. ``num_fewshot`` overrides the shots of a suite; ``limit``: only the
-    first documents of each task. ``protocol``: ``chunked`` (a text's tokens come ``chunk_size`` at a time and read
-    packed history) or ``in_place`` (one pass that reads its own tokens packed). ``metadata``: for tasks that make their
-    own data (``max_seq_lengths`` of RULER's).
+    of ``SUITES``, or of tasks or groups of lm_eval. ``limit``: only the first documents of each task. ``protocol``:
+    ``chunked`` (a text's tokens come ``chunk_size`` at a time and read packed history) or ``in_place`` (one pass that
+    reads its own tokens packed).
 
     Returns a dict a task, and for a group: ``task``, what lm_eval reports ("acc,none": metric and filter), ``n``
     (documents; None for a group), ``num_fewshot``, ``protocol`` and, of compressed caches, bits_per_value, ratio,
     side_bytes and packed_share (see ``CompressedLM``). Raises ``UnknownNameError`` for a task that does not exist and
     ``DataError`` for one whose data cannot be reached.
     """
-    about = json.dumps({"tokenizer": tokenizer.name_or_path} | (metadata or {}), sort_keys=True)
     shots: dict[str, int | None] = {}
     for name in [tasks] if isinstance(tasks, str) else tasks:
         shots |= SUITES.get(name, {name: None})
     for name in shots.keys() - LOCAL.keys():
-        if name not in (names := _lm_eval_tasks(about).all_tasks):
+        if name not in (names := _lm_eval_tasks(tokenizer.name_or_path).all_tasks):
             raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, names, n=5)])
     rows = []
     for name, count in shots.items():
         task = _local(name, tokenizer) if name in LOCAL else name
-        manager = TaskManager(include_defaults=False) if name in LOCAL else _lm_eval_tasks(about)
+        manager = TaskManager(include_defaults=False) if name in LOCAL else _lm_eval_tasks(tokenizer.name_or_path)
         how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False}
-        how |= {"num_fewshot": count if num_fewshot is None else num_fewshot, "task_manager": manager}
+        how |= {"num_fewshot": count, "task_manager": manager}
         lm = CompressedLM(model, tokenizer, compressor, protocol, chunk_size, **of_hflm)
         try:
             with redirect_stdout(sys.stderr):  # where lm_eval and its tasks print
@@ -172,9 +167,9 @@ def run_tasks(
 
 
 @cache
-def _lm_eval_tasks(metadata: str) -> TaskManager:
-    """List lm_eval's 14,000 tasks, whose names take ten seconds to read; ``metadata``: JSON."""
-    return TaskManager(metadata=json.loads(metadata))
+def _lm_eval_tasks(tokenizer: str) -> TaskManager:
+    """List lm_eval's 14,000 tasks, whose names take ten seconds to read; RULER's make their data with ``tokenizer``."""
+    return TaskManager(metadata={"tokenizer": tokenizer})
 
 
 def _local(name: str, tokenizer) -> dict:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
-import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
@@ -48,7 +47,7 @@ GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The most that fits ``memory_bytes``: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
+    """The most that fits a memory: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
     of as many tokens, as were asked for; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
     ``fp16_...``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``: positions that the model was
     made for, of which memory knows nothing; None where its config does not say."""
@@ -56,32 +55,23 @@ class Capacity:
     model: str
     dtype: str
     preset: str
-    memory_bytes: int
     context: int
     batch_size: int
     kinds: dict[str, int]
     bits_per_value: float
-    side_bytes: int
     fp16_context: int
     fp16_batch_size: int
     model_limit: int | None
 
 
 def capacity(
-    model_or_config,
-    preset: Preset | Compressor,
-    memory_gb: float,
-    batch_size: int = 1,
-    context: int = 8192,
-    dtype: torch.dtype | str | None = None,
-    reserve_gb: float = 0,
+    model_or_config, preset: Preset | Compressor, memory_gb: float, batch_size: int = 1, context: int = 8192
 ) -> Capacity:
     """Find the longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit.
 
     ``model_or_config``: a loaded model, a transformers config or its contents as a dict; or a name, of which the config
     alone is read. ``memory_gb``: in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory /
-    1e9``). ``dtype``: of the weights, by default the config's own, else float16. ``reserve_gb``: left free for what
-    ``vqkv.evaluation.footprint`` does not count.
+    1e9``). Leave some memory for what ``vqkv.evaluation.footprint`` does not count.
 
     Raises ``DataError`` if the model alone does not fit, for sizes that depend on the text, and for sliding windows,
     encoders or no KV heads; ``FormatError`` for a compressor of another model.
@@ -90,29 +80,26 @@ def capacity(
     check_whole("context", context, 1, SEARCH_END)
     if not isinstance(preset, (Preset, Compressor)):
         raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
-    model = architecture(model_or_config, dtype)
+    model = architecture(model_or_config)
     name = getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__)
-    memory, reserve = round(memory_gb * GB), round(reserve_gb * GB)
-    needed, exact = footprint(model, preset), dynamic_footprint(model)
-    sizes = {"weights": needed.weights, "side information": needed.side_information, "reserve": reserve}
+    needed, exact, memory = footprint(model, preset), dynamic_footprint(model), round(memory_gb * GB)
+    sizes = {"weights": needed.weights, "side information": needed.side_information}
     if sum(sizes.values()) > memory:
         raise DataError(
             f"{name} in {model.dtype} does not fit a memory of {memory / GB:.4g} GB: "
             f"{', '.join(f'{kind} of {size / GB:.4g} GB' for kind, size in sizes.items())}. "
             "Name more memory, fewer bits or a smaller model"
         )
-    longest, most = _largest(needed, memory - reserve, batch_size, context)
-    fp16_longest, fp16_most = _largest(exact, memory - reserve, batch_size, context)
+    longest, most = _largest(needed, memory, batch_size, context)
+    fp16_longest, fp16_most = _largest(exact, memory, batch_size, context)
     return Capacity(
         model=name,
         dtype=str(model.dtype).removeprefix("torch."),
         preset=preset.name,
-        memory_bytes=memory,
         context=longest,
         batch_size=most,
-        kinds=needed.kinds(longest, batch_size) | {"reserve": reserve},
+        kinds=needed.kinds(longest, batch_size),
         bits_per_value=needed.bits_per_value,
-        side_bytes=needed.side_information,
         fp16_context=fp16_longest,
         fp16_batch_size=fp16_most,
         model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),

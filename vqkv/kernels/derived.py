@@ -35,7 +35,7 @@ def remembered(build: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def tables_of(tensor: Tensor) -> list:
-    """All that is remembered of a tensor."""
+    """List all that is remembered of a tensor."""
     return [
         result for results_of in _tables if tensor in results_of for result in [*results_of[tensor][1].values()]
     ]  # a copy, as other threads add

@@ -77,72 +77,72 @@ def _find(operation: str, x: Tensor, *arguments):
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64. ``beam``: how
-    many partial sequences of codes are kept from stage to stage."""
+    """Search codes (..., num_quantizers), int64, for x (..., dim) in codebooks (num_quantizers, codebook_size, dim).
+    ``beam``: how many partial sequences of codes are kept from stage to stage."""
     return _find("rvq_encode", x, x, codebooks, beam)(x, codebooks, beam)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
-    """codes (..., num_quantizers) -> sums of codes (..., dim), float32."""
+    """Sum the vectors of codes (..., num_quantizers): float32 (..., dim)."""
     return _find("rvq_decode", codes)(codes, codebooks)
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """x (rows, dim), codes (rows, num_quantizers) -> how often each stage chose each code, and the sums of residuals
+    """Count how often each stage chose each code for x (rows, dim), codes (rows, num_quantizers), and sum the residuals
     for which it did: float64 (num_quantizers, codebook_size) and (num_quantizers, codebook_size, dim)."""
     return _find("rvq_statistics", x)(x, codes, codebooks)
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """x (batch, num_kv_heads, seq_len, head_dim) -> codes of 2, 4 or 8 bits between the ends of every group."""
+    """Round x (batch, num_kv_heads, seq_len, head_dim) to codes of 2, 4 or 8 bits between the ends of each group."""
     return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
 
 
 def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
-    """Components (batch, num_kv_heads, rows, components) -> uint8 codes (batch, num_kv_heads, rows, groups): of each
-    group the nearest vector in fp32, of all those that ``like`` has apart from its codes."""
+    """Find each group's nearest vector in fp32, in the tables of ``like``: uint8 codes (batch, num_kv_heads, rows,
+    groups) of components x (batch, num_kv_heads, rows, components)."""
     return _find("grouped_encode", x)(x, like)
 
 
 def decode(packed: KernelView) -> Tensor:
-    """Values (batch, num_kv_heads, seq_len, head_dim), float32."""
+    """Decode to values (batch, num_kv_heads, seq_len, head_dim), float32."""
     return _find("decode", packed.codes, packed)(packed)
 
 
 def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
-    of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``attention.naive``."""
+    """Attend from query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output of
+    the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``attention.naive``."""
     return _find("decode_attention", query, query, keys, values, rope)(query, keys, values, scaling, rope)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., count) of any integer type, all from 0 to 2^bits - 1, -> uint8 (..., ceil(count * bits / 8))."""
+    """Pack codes (..., count), integers from 0 to 2^bits - 1, into uint8 (..., ceil(count * bits / 8))."""
     return _find("pack_codes", codes)(codes, bits)
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
+    """Undo ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
     return _find("unpack_codes", packed)(packed, bits, count)
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Integers (streams, channels, tokens), 24 bits each -> all streams' words, int16, and how many each has, int64."""
+    """Code integers (streams, channels, tokens) of 24 bits: all streams' words, int16, and how many each has, int64."""
     return _find("rans_encode", values)(values, code)
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
-    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
+    """Undo it: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
     return _find("rans_decode", words)(words, lengths, code, tokens)
 
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
-    """x (rows, channels), in steps -> int32 codes of least squared error plus ``weight`` times their bits, which
+    """Find int32 codes for x (rows, channels), in steps, of least squared error plus ``weight`` times their bits, which
     ``costs`` says. See ``trellis.naive``."""
     return _find("trellis_encode", x)(x, costs, table_of, shifts, weight)
 
 
 def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
-    """The values, float32, of codes int32 (rows, channels)."""
+    """Read codes, int32 (rows, channels), back: float32."""
     return _find("trellis_decode", codes)(codes, step)

@@ -4,8 +4,8 @@ keeps it on disk next to the source or for the user (``NUMBA_CACHE_DIR``)."""
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -27,18 +27,20 @@ def compiled(fast: bool = False, inline: bool = False):
     """Decorator: compile at the first call, to run without the GIL. ``fast``: sums may be taken in any order;
     ``inline``: into every loop that calls it."""
 
+    fastmath: Any = SUMS if fast else False
+    jit = partial(numba.njit, nogil=True, error_model="numpy", fastmath=fastmath, forceinline=inline)
+
     def compile_lazily(function):
-        settings = {"nogil": True, "error_model": "numpy", "fastmath": SUMS if fast else False, "forceinline": inline}
         try:
-            return numba.njit(function, cache=True, **settings)
+            return jit(function, cache=True)
         except RuntimeError:  # no folder that can be written to: compiled in every process
-            return numba.njit(function, **settings)
+            return jit(function)
 
     return compile_lazily
 
 
 def spread(run: Callable[[int, int], Result], rows: int, cost: int) -> list[Result]:
-    """``run(start, stop)`` for parts of so many rows, on as many threads as torch may take if ``cost`` a row pays."""
+    """Call ``run(start, stop)`` for parts of the rows, on as many threads as torch may take if ``cost`` a row pays."""
     count = min(torch.get_num_threads(), rows * cost // WORTH + 1)
     if count == 1:
         return [run(0, rows)]

@@ -16,7 +16,7 @@ _callers: list[str] = []  # the precision set outside, once for every thread tha
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """No TF32, bf16 or autocast inside: what is decoded must be what was encoded, whatever either ran under."""
+    """Turn TF32, bf16 and autocast off inside: what is decoded must be what was encoded, whatever either ran under."""
     with _lock:
         highest = torch.get_float32_matmul_precision() == "highest" and not _callers
     if highest and not torch.is_autocast_enabled(device.type):
@@ -40,11 +40,11 @@ def _changed(device: torch.device):
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of x (..., rows, channels), each row as if it came alone: zeros make rows a multiple of ``ROWS``."""
+    """Apply ``function`` to x (..., rows, channels), each row as if alone: zeros make rows a multiple of ``ROWS``."""
     missing = -x.shape[-2] % ROWS
     return function(functional.pad(x, (0, 0, 0, missing)) if missing else x)[..., : x.shape[-2], :]
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x (..., channels) @ matrix (channels, outputs), each row as if it came alone."""
+    """Multiply x (..., channels) by matrix (channels, outputs), each row as if it came alone."""
     return by_rows(lambda rows: rows @ matrix, x.flatten(0, -2)).view(*x.shape[:-1], matrix.shape[-1])

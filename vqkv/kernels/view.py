@@ -24,7 +24,7 @@ class Affine:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
+        """Shape of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * 8 // self.bits))
 
     @property
@@ -33,7 +33,7 @@ class Affine:
         return self.shape[3] // self.low.shape[3]
 
     def tokens(self, start: int, stop: int) -> "Affine":
-        """The tokens start, ..., stop - 1; no copy."""
+        """Return the tokens start, ..., stop - 1; no copy."""
         part = slice(start, stop)
         return Affine(self.codes[:, :, part], self.low[:, :, part], self.high[:, :, part], self.bits)
 
@@ -53,11 +53,11 @@ class Coded:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
+        """Shape of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.groups * self.codebooks.shape[3]))
 
     def tokens(self, start: int, stop: int) -> "Coded":
-        """The tokens start, ..., stop - 1, whole blocks of a scale; no copy."""
+        """Return the tokens start, ..., stop - 1, complete blocks of a scale; no copy."""
         scale, each = self.scale, self.tokens_per_scale
         scale = None if scale is None else scale[:, :, start // each : -(-stop // each)]
         return dataclasses.replace(self, codes=self.codes[:, :, start:stop], scale=scale)
@@ -78,19 +78,19 @@ class Grouped:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim or components)."""
+        """Shape of what it decodes to: (batch, num_kv_heads, seq_len, head_dim or components)."""
         return torch.Size((*self.codes.shape[:3], (self.scale if self.matrix is None else self.matrix).shape[-1]))
 
     @cached_property
     def scaled_matrix(self) -> Tensor:
-        """For components before their scale, and last the offset: (num_kv_heads, components + 1, head_dim)."""
+        """Matrix for components before their scale, and last the offset: (num_kv_heads, components + 1, head_dim)."""
         assert self.matrix is not None
         matrix = self.matrix * self.scale.float().unsqueeze(2)
         offset = torch.zeros_like(matrix[:, 0]) if self.offset is None else self.offset.float()
         return torch.cat([matrix, offset.unsqueeze(1)], dim=1)
 
     def tokens(self, start: int, stop: int) -> "Grouped":
-        """The tokens start, ..., stop - 1; no copy."""
+        """Return the tokens start, ..., stop - 1; no copy."""
         return dataclasses.replace(self, codes=self.codes[:, :, start:stop])
 
 
@@ -104,13 +104,13 @@ class Rope:
     block: int = 1
 
     def rotated(self, keys: Tensor, first: int = 0) -> Tensor:
-        """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated by float64 angles."""
+        """Rotate keys (batch, num_kv_heads, tokens, head_dim), from the ``first``-th on, by float64 angles."""
         start = self.start + first
         positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
         return rotate(keys, *_table(self.inv_freq, positions - positions % self.block))
 
     def by_block(self, seq_len: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (blocks, head_dim) of the blocks that ``seq_len`` keys are in."""
+        """Return cos and sin (blocks, head_dim) of the blocks that ``seq_len`` keys are in."""
         first, last = self.start // self.block, (self.start + seq_len - 1) // self.block
         return _by_block(self.inv_freq, self.block, first, last)
 

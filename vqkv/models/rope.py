@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate, unrotate
-from vqkv.models.layers import forward, kv_layers, max_positions
-from vqkv.models.plain import evaluating, plain
+from vqkv.models.layers import evaluating, forward, kv_layers, max_positions, plain
 
-CHANGING_ROPE = ("dynamic", "longrope")  # angles that depend on the length
 TOKENS = 64  # one-token sequences that are asked for their keys at each position
 LONGEST = 1 << 17  # position that is asked for
 CHECKED = (3, 77, 1001)  # positions at which a rotation is checked
@@ -88,7 +86,7 @@ def _ask(model) -> list[Rotation | None]:
     if not rotates(model):
         return [None] * len(layers)
     rope = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
-    if changing := [kind for kind in CHANGING_ROPE if kind in rope]:
+    if changing := [kind for kind in ("dynamic", "longrope") if kind in rope]:
         raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {REMEDY}")
     if any(hasattr(module, "get_rope_index") for module in model.modules()):
         raise DataError(f"{name} rotates the keys of images by several positions a token, {REMEDY}")

@@ -5,11 +5,13 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from vqkv.codecs.exact import Nothing
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, LayerRole
 from vqkv.codecs.predictor_kinds import Copy, Slice, make_predictor
 from vqkv.errors import DataError
@@ -42,12 +44,13 @@ class FromPrevious(LayerPlan):
 
     def __post_init__(self):
         make_predictor(self.kind, **self.arguments)  # refuses what it does not know
-        for role, names in self._named():
+        for role, names in zip(ROLES, (self.key_from, self.value_from)):
             parse_sources(role, names)
 
     def arrange(self, preset: Preset, trial) -> list[dict[str, RolePlan]]:
         plans = super().arrange(self.first, trial)[:1] + super().arrange(preset, trial)[1:]
-        for layer, (role, names) in itertools.product(range(1, len(plans)), self._named()):
+        named = zip(ROLES, (self.key_from, self.value_from))
+        for layer, (role, names) in itertools.product(range(1, len(plans)), named):
             if names == NOT_PREDICTED:
                 continue
             sources = tuple((source, layer - back) for source, back in parse_sources(role, names) if back <= layer)
@@ -55,9 +58,6 @@ class FromPrevious(LayerPlan):
             cross_fitted = self.cross_fitted and bool(sources)
             plans[layer][role] = RolePlan(plans[layer][role].make_codec, predictor, sources, cross_fitted)
         return plans
-
-    def _named(self) -> list[tuple[str, str]]:
-        return [("key", self.key_from), ("value", self.value_from)]
 
 
 def parse_sources(role: str, names: str) -> list[tuple[str, int]]:
@@ -158,7 +158,7 @@ class Shared(LayerPlan):
 
 def _with_bits(plan: RolePlan, bits: float) -> RolePlan:
     def make_codec(head_dim):
-        return plan.make_codec(head_dim).with_bits(bits)
+        return cast(Chain, plan.make_codec(head_dim)).with_bits(bits)
 
     return dataclasses.replace(plan, make_codec=make_codec)
 

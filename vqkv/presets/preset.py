@@ -5,7 +5,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
+from typing import Any
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Chain, Codec
@@ -14,7 +15,7 @@ from vqkv.codecs.predictor_kinds import Predictor
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
-from vqkv.runtime.registry import call, check_type
+from vqkv.runtime.checks import call, check_type
 
 
 @dataclass
@@ -83,16 +84,16 @@ class Preset:
 
 def chain(*parts: Stage | Quantizer, kind: type[Chain] = Chain) -> Callable[..., Codec]:
     """Describe a codec by its stages and, last, its quantizer: what is returned makes chains of copies of them."""
-    return partial(_chain, parts, kind)
 
+    def make_chain(head_dim: int | None = None) -> Codec:
+        copies: list[Any] = [*copy.deepcopy(parts)]
+        return kind(copies[:-1], copies[-1], head_dim)
 
-def _chain(parts: tuple, kind: type[Chain], head_dim: int | None = None) -> Codec:
-    *stages, quantizer = copy.deepcopy(parts)
-    return kind(stages, quantizer, head_dim)
+    return make_chain
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
-OF_EVERY_PRESET = {"sink_tokens": int, "recent_window": int, "pre_rope": bool | int | None}  # fields of ``Preset``
+OF_EVERY_PRESET = ("sink_tokens", "recent_window", "pre_rope")  # fields of ``Preset``
 
 
 def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
@@ -100,8 +101,7 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
     and the preset notes them (as the function does itself, where it names one). Every preset takes the settings
     ``OF_EVERY_PRESET``, too, in place of those that the function chose."""
     own = inspect.signature(function)
-    describe = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=...)
-    settings = [describe(name, annotation=kind) for name, kind in OF_EVERY_PRESET.items()]
+    settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in OF_EVERY_PRESET]
     signature = own.replace(parameters=sorted([*own.parameters.values(), *settings], key=lambda each: each.kind))
 
     @wraps(function)
@@ -109,8 +109,8 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
         given = {name: named.pop(name) for name in OF_EVERY_PRESET if name in named}
         bound = own.bind(*positional, **named)
         bound.apply_defaults()
-        for name, value in (bound.arguments | given).items():
-            check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
+        for name, value in bound.arguments.items():
+            check_type(f"argument {name} of preset {function.__name__!r}", value, own.parameters[name])
         made = function(*bound.args, **bound.kwargs)
         noted = {name: made.arguments.get(name, value) for name, value in bound.arguments.items()}
         return dataclasses.replace(made, arguments=noted | given, **given)
@@ -121,6 +121,5 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
 
 
 def make(name: str, /, **arguments) -> Preset:
-    """Make the preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or
-    type."""
+    """Make the preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for what does not fit."""
     return call("preset", PRESETS, name, arguments)

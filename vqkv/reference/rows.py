@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vqkv.data.recall import single_token_words
+from vqkv.evaluation.questions import single_token_words
 
 IGNORE = -100
 COPY = 0.7  # chance that a segment is copied once more

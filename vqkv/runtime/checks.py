@@ -1,11 +1,16 @@
-"""Checks of what codecs are given."""
+"""Checks of what codecs are given, and of functions called by name with the arguments of a command line or a file."""
 
+import contextlib
+import inspect
 import math
+from collections.abc import Callable
+from typing import get_args
 
 import torch
+import yaml
 from torch import Tensor
 
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
 MAX_HEAD_DIM = 32768
 MAX_SEED = 2**63 - 1
@@ -15,10 +20,8 @@ MANY = 1 << 62  # tokens, sequences or bytes
 
 def check_values(x: Tensor, head_dim: int | None = None, block_tokens: int = 1, most: float = math.inf) -> Tensor:
     """Return ``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); all checks of codecs' input are here.
-
     Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
-    or a magnitude above ``most``.
-    """
+    or a magnitude above ``most``."""
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise DataError(f"expected a floating tensor (batch, num_kv_heads, seq_len, head_dim), got {got}")
@@ -57,3 +60,44 @@ def whole_blocks(x: Tensor, block_tokens: int) -> Tensor:
             f"seq_len {x.shape[2]} is shorter than the codec's block of {block_tokens} tokens: use longer sequences"
         )
     return x[:, :, : x.shape[2] - x.shape[2] % block_tokens]
+
+
+def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
+    """Call ``functions[name](**arguments)``; ``what`` the functions make stands in messages. Raises
+    ``UnknownNameError`` for an unknown name or argument, unless a function with ``**settings`` names unknown ones."""
+    if not isinstance(name, str) or name not in functions:
+        raise UnknownNameError(what, name, functions)
+    parameters = inspect.signature(functions[name]).parameters
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for argument in arguments:
+        if argument not in parameters and not takes_others:
+            raise UnknownNameError(f"argument of {what} {name!r}", argument, parameters)
+    return functions[name](**arguments)
+
+
+def check_type(label: str, value, parameter: inspect.Parameter) -> None:
+    """Raise ``DataError`` for another type than ``parameter`` is annotated with, NaN and infinity."""
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return
+    kinds = get_args(parameter.annotation) or (parameter.annotation,)  # of a union, its members
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds) and (type(value) is not bool or bool in kinds)
+    if not fits or (type(value) is float and not math.isfinite(value)):
+        raise DataError(f"{label} must be {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")
+
+
+def parse_assignments(assignments: list[str]) -> dict:
+    """Read ``["seeds=[0, 1]", "model=gpt2"]`` as values by name, each in YAML. Raises ``FormatError`` for others."""
+    values = {}
+    for assignment in assignments:
+        name, equals, literal = assignment.partition("=")
+        if not equals or not name.strip():
+            raise FormatError(f"-p {assignment}: write it as name=value")
+        try:
+            value = yaml.safe_load(literal)
+        except yaml.YAMLError as error:
+            raise FormatError(f"-p {assignment}: the value is not a YAML literal ({error})") from error
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):  # 1e-3 is a word to YAML
+                value = float(value)
+        values[name.strip()] = value
+    return values

@@ -7,9 +7,8 @@ from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
 from vqkv.errors import DataError
-from vqkv.models.layers import max_positions
+from vqkv.models.layers import evaluating, max_positions
 from vqkv.models.load import outline, values_per_token
-from vqkv.models.plain import evaluating
 
 MARK = "\x00"  # stands for the last answer in the chat template
 

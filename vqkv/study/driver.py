@@ -19,7 +19,7 @@ from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.runtime.registry import parse_assignments
+from vqkv.runtime.checks import parse_assignments
 from vqkv.study import pages
 from vqkv.study.shared import digest
 from vqkv.study.steering import Steering

@@ -21,8 +21,7 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.store import TokenStore
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
-from vqkv.models.layers import kv_layers
-from vqkv.models.plain import copied, plain
+from vqkv.models.layers import copied, kv_layers, plain
 
 
 @torch.no_grad()

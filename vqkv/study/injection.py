@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import kv_layers
-from vqkv.models.plain import plain
+from vqkv.models.layers import kv_layers, plain
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Rows = tuple[Any, Any]  # weight, a row for each output channel, and bias, which may be None

@@ -41,6 +41,6 @@ def gptq(weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128)
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
-    """Codes (in_features, out_features), scales and zeros (groups, out_features) -> float32 weights."""
+    """Read codes (in_features, out_features) back by scales and zeros (groups, out_features), float32."""
     group = torch.arange(len(codes), device=codes.device) // group_size
     return zeros.float()[group] + scales.float()[group] * codes.float()

@@ -18,7 +18,7 @@ def serves(keys, values, rope: Rope | None) -> bool:
 
 
 def decode_attention(query: Tensor, keys: Affine, values: Affine, scaling: float, rope: None) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention``."""
+    """Compute ``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
     parts = rows.unflatten(-1, (keys.low.shape[3], -1))  # (batch, num_kv_heads, queries, groups, channels)
@@ -44,7 +44,7 @@ def _run(step, packed: Affine, *about: Tensor) -> None:
 
 @cache
 def _loop(bits: int, step):
-    """``step`` with the codes of each token and group, compiled for so many bits, whose shifts are then constants."""
+    """Compile ``step`` over each token's and group's codes for so many bits, whose shifts are then constants."""
     each, mask = 8 // bits, 2**bits - 1
 
     @compiled(fast=True)

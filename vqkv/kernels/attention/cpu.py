@@ -15,7 +15,7 @@ PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
 def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
+    """Compute ``naive.decode_attention``, with no more than a piece of keys and values decoded."""
     if serves(query) and not query.requires_grad:
         for form in (grouped, affine):
             if form.serves(keys, values, rope):

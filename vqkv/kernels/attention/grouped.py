@@ -26,7 +26,7 @@ def serves(keys, values, rope: Rope | None) -> bool:
 def decode_attention(
     query: Tensor, keys: Grouped, values: Grouped, scaling: float, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention``."""
+    """Compute ``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
     shift, block = (0, seq_len) if rope is None else (rope.start % rope.block, rope.block)

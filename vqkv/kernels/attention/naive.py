@@ -27,10 +27,9 @@ def merge(outputs: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mapped_queries(rows: Tensor, keys: Grouped, rope: Rope | None) -> Tensor:
-    """Queries (batch, num_kv_heads, queries, head_dim) -> their products with what each component stands for in the
-    blocks that ``keys`` are in, and last with the offset: (batch, num_kv_heads, blocks, queries, components + 1); one
-    block where nothing rotates. Products of query and matrix are rotated, which are as few as there are angles, and not
-    a query for each block."""
+    """Multiply queries (batch, num_kv_heads, queries, head_dim) by what each component stands for in the blocks that
+    ``keys`` are in, and last by the offset: (batch, num_kv_heads, blocks, queries, components + 1); one block where
+    nothing rotates. Products of query and matrix are rotated, as few as there are angles, not a query a block."""
     matrix = keys.scaled_matrix
     if rope is None:
         return (rows @ matrix.mT).unsqueeze(2)

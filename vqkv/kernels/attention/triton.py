@@ -26,7 +26,7 @@ LOG2E = 1.4426950408889634
 def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention`` for what ``can_decode_attention`` accepts; products in fp16, sums in fp32."""
+    """Compute ``naive.decode_attention`` of what ``can_decode_attention`` accepts; products in fp16, sums in fp32."""
     run = _to_groups if isinstance(keys, Grouped) else _to_halves
     with torch.cuda.device_of(query):
         out, lse = run(query, keys, values, scaling * LOG2E, rope)
@@ -47,7 +47,7 @@ def can_decode_attention(query: Tensor, keys: KernelView, values: KernelView, ro
 
 
 def _shares(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
-    """Into how many shares tokens are split, so that programs fill the GPU, and the tokens of each."""
+    """Return into how many shares to split tokens, so that programs fill the GPU, and the tokens of each."""
     tiles = -(-seq_len // tile)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     wanted = max(1, processors * PROGRAMS_EACH // heads)
@@ -101,7 +101,7 @@ def _format(packed: KernelView) -> Format:
 
 
 def _angles(rope: Rope | None, seq_len: int, keys: KernelView, tile: int) -> tuple[Tensor, ...]:
-    """cos and sin (tiles, rotary_dim / 2) of every tile's first position, and of a tile's positions from there."""
+    """Tabulate cos and sin (tiles, rotary_dim / 2) of tiles' first positions, and of positions from there."""
     if rope is None:
         return keys.codes, keys.codes, keys.codes, keys.codes  # not read
     frequencies = rope.inv_freq.double()
@@ -112,7 +112,7 @@ def _angles(rope: Rope | None, seq_len: int, keys: KernelView, tile: int) -> tup
 
 
 def _tensors(packed: KernelView) -> tuple[Tensor, ...]:
-    """codes, low or scale, high, codebooks; something that is not read where there is none."""
+    """Return codes, low or scale, high, codebooks; something that is not read where there is none."""
     codes = packed.codes.contiguous()
     codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()  # they are read as 32-bit words
     if isinstance(packed, Affine):
@@ -123,8 +123,8 @@ def _tensors(packed: KernelView) -> tuple[Tensor, ...]:
 
 
 def _to_groups(query: Tensor, keys, values, scaling: float, rope: Rope | None) -> tuple[Tensor, Tensor]:
-    """One block of one rotation at a time, for which queries were rotated back and mapped before. Sums over values are
-    mapped to channels at the end."""
+    """Attend block by block of one rotation, with queries rotated back and mapped before. Sums of values are mapped to
+    channels at the end."""
     batch, kv_heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, kv_heads, -1, head_dim) * scaling
     mapped, count, width = mapped_queries(rows, keys, rope).contiguous(), rows.shape[2], values.scale.shape[1]
@@ -146,8 +146,8 @@ def _to_groups(query: Tensor, keys, values, scaling: float, rope: Rope | None) -
 
 @remembered
 def _rows(table: Tensor, layout: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The table in fp16, and of each component (num_kv_heads, components) the row of the table and the byte of the
-    token that it is read from; -1 where a head has none."""
+    """Return the table in fp16, and for each component (num_kv_heads, components) the row of the table and the byte of
+    the token that it is read from; -1 where a head has none."""
     sizes, starts, firsts = layout.cpu()
     rows = torch.full((2, len(sizes), width), -1, dtype=torch.int32)
     for head, of_head in enumerate(zip(sizes.tolist(), starts.tolist(), firsts.tolist(), strict=True)):

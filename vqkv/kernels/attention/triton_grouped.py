@@ -48,7 +48,7 @@ def _components(
     codes, table, rows, bytes, head, kv_head, token, valid, seq_len,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """fp16 (tokens, components), over their scale; 0 where a head has no byte for one."""
+    """Read components, fp16 (tokens, components), over their scale; 0 where a head has no byte for one."""
     component = tl.arange(0, BLOCK)
     row = tl.load(rows + kv_head * WIDTH + component, component < WIDTH, -1)
     byte = tl.load(bytes + kv_head * WIDTH + component, component < WIDTH, -1)

@@ -38,13 +38,13 @@ UNIT = tl.constexpr(2.0**24)  # the smallest fp16 number, which the code 1 is re
 
 @triton.constexpr_function
 def _columns(width):
-    """Columns of a half tile: a power of two, as many as a matrix product needs at least."""
+    """Return columns of a half tile: a power of two, as many as a matrix product needs at least."""
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
 def _words(codes, row, FIRST: tl.constexpr, COUNT: tl.constexpr, F: tl.constexpr):
-    """The words of codes FIRST, ..., FIRST + COUNT - 1 of each row: int32 (tokens, words); zeros beyond the end."""
+    """Load the words of each row's codes FIRST, ..., FIRST + COUNT - 1: int32 (tokens, words), zeros after the end."""
     EACH: tl.constexpr = 32 // F.BITS
     word = FIRST // EACH + tl.arange(0, COUNT // EACH)
     words = codes.to(tl.pointer_type(tl.int32)) + row[:, None] * (F.ROW_BYTES // 4) + word[None, :]
@@ -53,7 +53,7 @@ def _words(codes, row, FIRST: tl.constexpr, COUNT: tl.constexpr, F: tl.constexpr
 
 @triton.jit
 def _spread(words, STEP: tl.constexpr, BITS: tl.constexpr):
-    """Words side by side with themselves, shifted by STEP, STEP / 2, ... BITS: a word's codes stay in one thread."""
+    """Join words with themselves, shifted by STEP, STEP / 2, ... BITS: a word's codes stay in one thread."""
     for i in tl.static_range(4):
         if STEP >> i >= BITS:
             words = tl.reshape(tl.join(words, words >> (STEP >> i)), (words.shape[0], words.shape[1] * 2))
@@ -62,7 +62,7 @@ def _spread(words, STEP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _numbers(words, BITS: tl.constexpr):
-    """Codes of up to 8 bits, as they are the bits of fp16 numbers: code * 2^-24 exactly, and tensor cores take them.
+    """Take codes of up to 8 bits as the bits of fp16 numbers: code * 2^-24 exactly, and tensor cores take them. Return
     fp16 (tokens, codes), each word's two halves in turns, as they lie in a register; see ``_channels_of``."""
     MASK: tl.constexpr = (1 << BITS) - 1
     pairs = _spread(words, 8, BITS) & (MASK << 16 | MASK)
@@ -88,7 +88,7 @@ def _channels_of(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
 @triton.jit
 def _half_tile(codes, a, b, table, head, token, seq_len, HALF: tl.constexpr, WIDTH: tl.constexpr,
               HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, F: tl.constexpr):  # fmt: skip
-    """Half HALF of tokens (N,) of a head: fp16 (N, WIDTH), and the factor and offset (N,) that make values of it."""
+    """Load half HALF of a head's tokens (N,): fp16 (N, WIDTH), and factor and offset (N,) that make values of it."""
     token = tl.minimum(token, seq_len - 1)  # where there is none, the last one once more: cheaper than to mask loads
     row = head * seq_len + token
     if F.KIND == "affine":
@@ -104,7 +104,7 @@ def _half_tile(codes, a, b, table, head, token, seq_len, HALF: tl.constexpr, WID
 @triton.jit
 def _affine_half(codes, low, high, row, HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
                  ROPE: tl.constexpr, F: tl.constexpr):  # fmt: skip
-    """Half a tile of affine codes: fp16 (tokens, WIDTH), and what each token's is to be multiplied by and added to."""
+    """Load half a tile of affine codes: fp16 (tokens, WIDTH), and each token's factor and offset."""
     SIZE: tl.constexpr = HEAD_DIM // F.GROUPS
     FIRST: tl.constexpr = HALF * (HEAD_DIM // 2)
     LEVELS: tl.constexpr = (1 << F.BITS) - 1
@@ -126,7 +126,7 @@ def _affine_half(codes, low, high, row, HALF: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def _coded_half(codes, table, row, HALF: tl.constexpr, WIDTH: tl.constexpr, F: tl.constexpr):
-    """Half a tile of sums of codes, fp16 (tokens, WIDTH)."""
+    """Load half a tile of sums of codes, fp16 (tokens, WIDTH)."""
     INNER: tl.constexpr = F.DIM // 2 if F.STRIDED else F.DIM
     COUNT: tl.constexpr = WIDTH // INNER
     OUTER: tl.constexpr = F.GROUPS if F.STRIDED else F.GROUPS // 2
@@ -215,7 +215,7 @@ def attend(
 
 @triton.jit
 def _added(acc, add, shrink, weights, tile, factor, offset):
-    """One more tile of weighted values, factors over their largest: fp16 products shall not underflow."""
+    """Add a tile of weighted values, factors over their largest: fp16 products shall not underflow."""
     largest = tl.max(tl.abs(factor), 0)
     largest = tl.where(largest > 0, largest, 1.0)
     product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))

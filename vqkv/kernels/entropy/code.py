@@ -59,22 +59,22 @@ class Code:
 
 
 def first_states(values: Tensor) -> Tensor:
-    """Of streams int32 (streams, tokens, channels): 2^16 and a checksum, int32 (streams,). Odd weights tell any single
-    value that differs; arithmetic is that of 32 bits, of whose product with 2^32 over the golden ratio the high half
-    depends on every bit."""
+    """Return 2^16 plus a checksum, int32 (streams,), of streams int32 (streams, tokens, channels). Odd weights tell any
+    single value that differs; arithmetic is that of 32 bits, of whose product with 2^32 over the golden ratio the high
+    half depends on every bit."""
     weights = torch.arange(1, 2 * values[0].numel(), 2, dtype=torch.int32, device=values.device) if len(values) else 1
     total = (values.flatten(1) * weights).sum(1, dtype=torch.int32)
     return (total * -1640531535 >> 16 & 0xFFFF) + LOW
 
 
 def most_words(channels: int, tokens: int) -> int:
-    """That a stream can take: a state's two, and at most a word for each of five draws a value."""
+    """Bound a stream's words: a state's two, and at most a word for each of five draws a value."""
     return 2 * LANES + 5 * channels * (tokens + 7)
 
 
 def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor, shifts: Tensor) -> Code:
-    """``frequencies`` of single values from ``least`` on, and last of the escape (0: there is none), each summing to
-    4096; ``table_of`` and ``shifts``: (channels,). In whole numbers, so that every machine makes the same."""
+    """Make tables from ``frequencies`` of single values from ``least`` on, and last of the escape (0: there is none),
+    each summing to 4096; ``table_of`` and ``shifts``: (channels,). In whole numbers: every machine makes the same."""
     singles = [_Table.of_singles(each, low) for each, low in zip(frequencies, least)]
     units, widths = {}, []
     for number, (each, low) in enumerate(zip(frequencies, least)):
@@ -117,7 +117,7 @@ class _Table:
 
     @staticmethod
     def of_units(frequencies: np.ndarray, least: int, width: int, most: int) -> "_Table":
-        """Units of values up to ``most`` in size, as if independent; the first value is the last digit."""
+        """Count units of values up to ``most`` in size, as if independent; the first value is the last digit."""
         digits = np.arange(-most, most + 1)
         there = (digits >= least) & (digits < least + len(frequencies) - 1)
         single = np.where(there, frequencies.astype(np.int64)[np.where(there, digits - least, 0)], 0)
@@ -132,7 +132,7 @@ class _Table:
 
 
 def _spans(frequencies: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Symbols and intervals of values that take so many slots each, in order."""
+    """Make symbols and intervals of values that take so many slots each, in order."""
     first = np.cumsum(frequencies) - frequencies
     symbols = values << 32 | (values == ESCAPE) * ESCAPED | frequencies << 16
     return symbols[frequencies > 0], np.where(frequencies > 0, frequencies << 16 | first, 0).astype(np.int32)

@@ -31,7 +31,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 
 def _draws(rows: list[list[int]], code: Code):
-    """(lane, bits, frequency, first) of every draw in the order of decoding; ``frequency`` 1 of raw bits."""
+    """Yield (lane, bits, frequency, first) of every draw in the order of decoding; ``frequency`` 1 of raw bits."""
     intervals, tables = code.intervals.tolist(), code.tables.tolist()
 
     def single(value, table):

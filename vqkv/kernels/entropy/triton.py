@@ -12,7 +12,7 @@ LANES = tl.constexpr(LANES_OF_A_STREAM)
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """``naive.rans_encode``. Streams are written from their ends on, into rows that hold the longest."""
+    """Compute ``naive.rans_encode``. Streams are written from their ends on, into rows that hold the longest."""
     streams, channels, tokens = values.shape
     values = values.int().contiguous()
     most = most_words(channels, tokens)
@@ -28,7 +28,7 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
-    """``naive.rans_decode``."""
+    """Compute ``naive.rans_decode``."""
     streams, channels = len(lengths), len(code.channels)
     out = torch.empty(streams, tokens, channels, dtype=torch.int32, device=words.device)
     final = torch.zeros(streams, dtype=torch.int32, device=words.device)
@@ -43,7 +43,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 @triton.jit
 def _refill(x, mask, words, position, end):
-    """The next words to the lanes of ``mask`` whose states x need one; zeros behind the end."""
+    """Give the next words to the lanes of ``mask`` whose states x need one; zeros after the end."""
     needs = mask & (x < 65536)
     count = needs.to(tl.int64)
     at = position + tl.cumsum(count, 0) - count
@@ -53,7 +53,7 @@ def _refill(x, mask, words, position, end):
 
 @triton.jit
 def _look_up(x, mask, slots, table, words, position, end):
-    """Values that the lanes of ``mask`` find in a table, and whether these are escapes."""
+    """Look up the values of the lanes of ``mask`` in a table, and whether these are escapes."""
     entry = tl.load(slots + table * 4096 + (x & 4095).to(tl.int64), mask=mask, other=0)
     step = ((entry >> 16) & 65535).to(tl.uint32) * (x >> 12) + (entry & 4095).to(tl.uint32)
     x, position = _refill(tl.where(mask, step, x), mask, words, position, end)
@@ -62,7 +62,7 @@ def _look_up(x, mask, slots, table, words, position, end):
 
 @triton.jit
 def _raw(x, mask, bits, words, position, end):
-    """So many bits of the states of ``mask`` as they are."""
+    """Draw so many bits of the states of ``mask`` as they are."""
     low = (x & ((1 << bits) - 1).to(tl.uint32)).to(tl.int32)
     x, position = _refill(tl.where(mask, x >> bits.to(tl.uint32), x), mask, words, position, end)
     return low, x, position
@@ -70,7 +70,7 @@ def _raw(x, mask, bits, words, position, end):
 
 @triton.jit
 def _rans_decode(words, ends, out, final, channels, slots, num_channels, tokens):
-    """One stream, channel by channel."""
+    """Decode one stream, channel by channel."""
     stream = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + stream)
     position = tl.load(ends + stream - 1, mask=stream > 0, other=0)
@@ -143,7 +143,7 @@ def _put_interval(x, mask, interval, words, position):
 def _rans_encode(
     values, starts, words, lengths, channels, tables, intervals, num_channels, tokens, most
 ):  # fmt: skip
-    """One stream, its last draw first."""
+    """Encode one stream, its last draw first."""
     stream = tl.program_id(0).to(tl.int64)
     values += stream * num_channels * tokens
     words += stream * most

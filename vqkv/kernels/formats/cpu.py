@@ -20,7 +20,7 @@ WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """``naive.affine_encode``."""
+    """Compute ``naive.affine_encode``."""
     groups = x.detach().float().contiguous().unflatten(-1, (-1, group_size))
     if not serves(groups) or not groups.numel():
         return naive.affine_encode(x, bits, group_size)
@@ -33,7 +33,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
 
 
 def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of the last axis, of 0 and -0 the first."""
+    """Return smallest and largest of the last axis, of 0 and -0 the first."""
     low, high = x.amin(dim=-1), x.amax(dim=-1)
     if (low * high).all():
         return low, high
@@ -42,7 +42,7 @@ def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @compiled()
 def _nearest_levels(first, stop, bits, x, low, high, codes):
-    """Codes (rows, values), one a byte, of rows first, ..., stop - 1 of x between their ends."""
+    """Fill codes (rows, values), one a byte, of rows first, ..., stop - 1 of x between their ends."""
     most = np.float32((1 << bits) - 1)
     for i in range(index(first), index(stop)):
         start, step = low[i], high[i] - low[i]
@@ -55,14 +55,14 @@ def _nearest_levels(first, stop, bits, x, low, high, codes):
 
 
 def decode(packed: KernelView) -> Tensor:
-    """``naive.decode``."""
+    """Compute ``naive.decode``."""
     if isinstance(packed, Grouped):
         return _grouped(packed)
     return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
 def _affine(packed: Affine) -> Tensor:
-    """One pass where groups are whole bytes of up to 4 bits a code."""
+    """Decode in one pass where groups are complete bytes of up to 4 bits a code."""
     size = packed.group_size
     if not serves(packed.codes) or packed.bits not in (1, 2, 4) or size * packed.bits % 8:
         return naive.decode_affine(packed, unpack_codes)
@@ -75,7 +75,7 @@ def _affine(packed: Affine) -> Tensor:
 
 @cache
 def _affine_loop(bits: int):
-    """Compiled for codes of so many bits, whose shifts are then constants."""
+    """Compile the loop for codes of so many bits, whose shifts are then constants."""
     each, mask = 8 // bits, 2**bits - 1
 
     @compiled()
@@ -113,7 +113,7 @@ def _coded(packed: Coded) -> Tensor:
 
 
 def _looked_up(packed: Coded) -> Tensor:
-    """One codebook whose codes fill bytes evenly: all values of a byte are gathered at once."""
+    """Gather all values of a byte at once, of one codebook whose codes fill bytes evenly."""
     shape, width = packed.codes.shape, packed.groups * packed.codebooks.shape[3]
     table = _by_byte(packed.codebooks, packed.bits)
     values = table.index_select(0, packed.codes.reshape(-1).to(torch.int32)).view(torch.float32)
@@ -123,7 +123,7 @@ def _looked_up(packed: Coded) -> Tensor:
 
 @remembered
 def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
-    """Values that each of 256 bytes stands for, as one wide element where there is a type of that size."""
+    """Tabulate what each of 256 bytes stands for, as one wide element where there is a type of that size."""
     codes = torch.arange(256).unsqueeze(-1) >> torch.arange(0, 8, bits) & (2**bits - 1)
     values = codebooks.float().flatten(0, 2)[codes.clamp_max(codebooks.shape[2] - 1)].flatten(1)
     wide = WIDE.get(values.shape[1])
@@ -131,7 +131,7 @@ def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
 
 
 def _by_group(packed: Coded, scale: Tensor) -> Tensor:
-    """The scale of every token and group: (batch, num_kv_heads, seq_len, groups or 1, 1)."""
+    """Repeat the scale for every token and group: (batch, num_kv_heads, seq_len, groups or 1, 1)."""
     if packed.tokens_per_scale > 1:
         scale = scale.repeat_interleave(packed.tokens_per_scale, dim=2)[:, :, : packed.shape[2]]
     if scale.shape[-1] > 1:
@@ -162,7 +162,7 @@ def _gather(first, stop, codes, table, sizes, starts, firsts, out):
 
 
 def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
-    """``naive.grouped_encode``."""
+    """Compute ``naive.grouped_encode``."""
     if not serves(x):
         return naive.grouped_encode(x, like)
     y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)

@@ -8,7 +8,7 @@ from vqkv.kernels.view import Affine, Coded, Grouped, KernelView
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """x (batch, num_kv_heads, seq_len, head_dim): the ends of every group rounded to fp16, and codes between them."""
+    """Round each group's ends to fp16 and x (batch, num_kv_heads, seq_len, head_dim) to codes between them."""
     groups = x.float().unflatten(-1, (-1, group_size))
     low, high = (end.clamp(-65504, 65504).half() for end in torch.aminmax(groups, dim=-1))
     start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
@@ -18,7 +18,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
 
 
 def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
-    """See ``dispatch``."""
+    """Find each group's nearest vector, see ``dispatch``."""
     y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
     codes = torch.empty(*x.shape[:3], like.layout.shape[2], dtype=torch.uint8, device=x.device)
     for h in range(x.shape[1]):
@@ -30,14 +30,14 @@ def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
 
 
 def decode(packed: KernelView) -> Tensor:
-    """Values (batch, num_kv_heads, seq_len, head_dim), float32."""
+    """Decode to values (batch, num_kv_heads, seq_len, head_dim), float32."""
     if isinstance(packed, Grouped):
         return mapped(packed, _components(packed))
     return decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
 def decode_affine(packed: Affine, unpack=unpack_codes) -> Tensor:
-    """Values of affine codes, which ``unpack`` takes out of their bytes."""
+    """Decode affine codes, which ``unpack`` takes out of their bytes."""
     codes = unpack(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
     low, high = packed.low.float().unsqueeze(-1), packed.high.float().unsqueeze(-1)
     return codes.float().div_(2**packed.bits - 1).mul_(high - low).add_(low).flatten(-2)
@@ -58,7 +58,7 @@ def _coded(packed: Coded) -> Tensor:
 
 
 def mapped(packed: Grouped, components: Tensor) -> Tensor:
-    """Values of components over their scale (batch, num_kv_heads, seq_len, components)."""
+    """Map components over their scale (batch, num_kv_heads, seq_len, components) to values."""
     values = components.mul_(packed.scale.float().unsqueeze(1))
     values = values if packed.matrix is None else values @ packed.matrix
     return values if packed.offset is None else values + packed.offset.float().unsqueeze(1)

@@ -20,7 +20,7 @@ VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """``naive.affine_encode``, any strides, for what ``can_affine_encode`` accepts."""
+    """Compute ``naive.affine_encode``, any strides, of what ``can_affine_encode`` accepts."""
     batch, heads, tokens, head_dim = x.shape
     groups = head_dim // group_size
     codes = torch.empty(batch, heads, tokens, head_dim * bits // 8, dtype=torch.uint8, device=x.device)
@@ -46,7 +46,7 @@ def _affine_encode(
     x, packed, lows, highs, heads, tokens, batch_stride, head_stride, token_stride, stride,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """V groups of one head, one after the other through its tokens; each padded to W channels."""
+    """Encode V groups of one head, one after the other through its tokens; each padded to W channels."""
     blocks = tl.cdiv(tokens * GROUPS, V)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     group = tl.program_id(0) % blocks * V + tl.arange(0, V)
@@ -71,13 +71,13 @@ def _affine_encode(
 
 @triton.jit
 def _half(end):
-    """Rounded to fp16, but finite."""
+    """Round to fp16, but finite."""
     return tl.minimum(tl.maximum(end, -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit
 def _nearest_level(values, low, high, LEVELS: tl.constexpr):
-    """(value - low) / (high - low) * LEVELS, rounded half to even, from 0 to LEVELS, int32. The division rounds as IEEE
+    """Round (value - low) / (high - low) * LEVELS half to even, from 0 to LEVELS, int32. The division rounds as IEEE
     says. Adding 1.5 * 2^23 leaves an integer in the last bits; the limits before it keep the compiler from fusing it
     with the product, which would round once, not twice."""
     span = high - low
@@ -97,7 +97,7 @@ class Tile:
 
 
 def decode(packed: KernelView) -> Tensor:
-    """``naive.decode``. A code that its codebook does not have stands for the last one."""
+    """Compute ``naive.decode``. A code that its codebook does not have stands for the last one."""
     out = torch.empty(packed.shape, dtype=torch.float32, device=packed.codes.device)
     with torch.cuda.device_of(out):
         if isinstance(packed, Affine) and out.numel():
@@ -140,7 +140,7 @@ def _decode_affine(packed: Affine, out: Tensor) -> None:
 
 
 def _tile(shape: torch.Size, vector: int) -> Tile:
-    """For an output of ``shape``, about VALUES values a program."""
+    """Choose a tile for an output of ``shape``, about VALUES values a program."""
     chunks = shape[3] // vector
     padded = triton.next_power_of_2(chunks)
     height = VALUES * min(vector, 4) // 4 // (padded * vector)
@@ -149,14 +149,14 @@ def _tile(shape: torch.Size, vector: int) -> Tile:
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """Rows of this program; one that is not there is the last once more, and ``there`` says so."""
+    """Return this program's rows; one that is not there is the last once more, and ``there`` says so."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return tl.minimum(row, rows - 1), row < rows
 
 
 @triton.jit
 def _store(values, row, there, out, T: tl.constexpr):
-    """Values (rows, padded chunks, V)."""
+    """Store values (rows, padded chunks, V)."""
     channel = tl.arange(0, T.PADDED * T.V)
     out += row.to(tl.int64)[:, None] * (T.CHUNKS * T.V) + channel[None, :]
     values = values.reshape(values.shape[0], T.PADDED * T.V)
@@ -169,7 +169,7 @@ def _coded(
     SCALES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TABLES: tl.constexpr, K: tl.constexpr,
     SIZE: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The codes of K quantizers are summed in a rolled loop: unrolled, the look-ups of all would be held at once."""
+    """Sum the codes of K quantizers in a rolled loop: unrolled, the look-ups of all would be held at once."""
     V: tl.constexpr = T.V
     row, there = _rows(rows, T.ROWS)
     chunk = tl.arange(0, T.PADDED)
@@ -196,7 +196,7 @@ def _affine(
     words, lows, highs, out, rows, length, GROUP: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's codes lie in one word, or each of them is a byte."""
+    """Decode affine codes. A chunk's lie in one word, or each of them is a byte."""
     V: tl.constexpr = T.V
     row, there = _rows(rows, T.ROWS)
     chunk = tl.arange(0, T.PADDED)

@@ -14,7 +14,7 @@ EIGHT, WORD = index(8), index(64)  # bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """``naive.pack_codes``."""
+    """Compute ``naive.pack_codes``."""
     if bits == 8:
         return codes.to(torch.uint8, copy=True).contiguous()
     if not serves(codes) or not codes.numel():
@@ -27,7 +27,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """``naive.unpack_codes`` in uint8 up to 8 bits (at 8, ``packed`` itself), then int16 (at 16, int32)."""
+    """Compute ``naive.unpack_codes`` in uint8 up to 8 bits (at 8, ``packed`` itself), then int16 (at 16, int32)."""
     dtype = torch.uint8 if bits <= 8 else torch.int16 if bits < 16 else torch.int32
     if bits == 8:
         return packed
@@ -41,7 +41,7 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 @cache
 def _loops(bits: int) -> tuple:
-    """Compiled for so many bits, whose shifts are then constants: codes (units, 8) -> bytes (units, bits), and back."""
+    """Compile loops for so many bits, whose shifts are constants: codes (units, 8) -> bytes (units, bits), and back."""
     width, mask = index(bits), np.uint32((1 << bits) - 1)
 
     @compiled()

@@ -12,7 +12,7 @@ PROGRAM = 1024  # words packed or codes unpacked by a program of four warps: eig
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., count) of any integer type, below 2^bits, -> uint8 (..., ceil(count * bits / 8)); bits: 1 to 16."""
+    """Pack codes (..., count), integers below 2^bits, into uint8 (..., ceil(count * bits / 8)); bits: 1 to 16."""
     count = codes.shape[-1]
     size = (count * bits + 7) // 8
     if bits == 8:
@@ -31,7 +31,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse, in the types of ``packing.cpu``."""
+    """Undo it, in the types of ``packing.cpu``."""
     if bits == 8:
         return packed
     dtype = torch.uint8 if bits < 8 else torch.int16 if bits < 16 else torch.int32
@@ -49,7 +49,7 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def words_of(packed: Tensor) -> tuple[Tensor, int]:
-    """Strings of bytes as 32-bit words where each starts and ends at one, else as they are; and a word's bits."""
+    """View strings of bytes as 32-bit words where each starts and ends at one; return them and a word's bits."""
     strides = packed.stride()
     aligned = packed.shape[-1] % 4 == packed.data_ptr() % 4 == packed.storage_offset() % 4 == 0
     if aligned and strides[-1] == 1 and all(stride % 4 == 0 for stride in strides[:-1]):
@@ -59,12 +59,12 @@ def words_of(packed: Tensor) -> tuple[Tensor, int]:
 
 @triton.constexpr_function
 def spanned(bits: int, word: int) -> int:
-    """Words that a code may lie in: the furthest from a word's start that one begins is word - gcd(word, bits)."""
+    """Count words that a code may lie in: it begins at most word - gcd(word, bits) after a word's start."""
     return -(-(word - min(word, bits & -bits) + bits) // word)
 
 
 def touched(bits: int, word: int) -> int:
-    """Codes that may lie in a word."""
+    """Count codes that may lie in a word."""
     return -(-(bits - gcd(word, bits) + word) // bits)
 
 
@@ -74,7 +74,7 @@ def _rows(rows: int, count: int, size: int, bits: int) -> tuple[int, int, int]:
 
 
 def _tile(rows: int, length: int, most: int) -> tuple[tuple[int], tuple[int, int]]:
-    """The grid, and a program's rows and part of their length."""
+    """Return the grid, and a program's rows and part of their length."""
     width = min(triton.next_power_of_2(length), most)
     height = min(triton.next_power_of_2(rows), most // width)
     return (triton.cdiv(rows, height) * triton.cdiv(length, width),), (height, width)
@@ -82,7 +82,7 @@ def _tile(rows: int, length: int, most: int) -> tuple[tuple[int], tuple[int, int
 
 @triton.jit
 def _part_of(length, R: tl.constexpr, W: tl.constexpr):
-    """Rows (R, 1) and the start in them that are this program's; 64 bits, as strings may be long."""
+    """Return this program's rows (R, 1) and the start in them; 64 bits, as strings may be long."""
     blocks = tl.cdiv(length, W)
     row = (tl.program_id(0) // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
     return row, (tl.program_id(0) % blocks).to(tl.int64) * W
@@ -90,8 +90,8 @@ def _part_of(length, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def code_at(words, bit, last, BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr):
-    """The code that begins ``bit`` bits after ``words``. No word after ``last`` is read: a code that ends in the last
-    one has its bits all the same, and lanes without a code read anything."""
+    """Read the code that begins ``bit`` bits after ``words``. No word after ``last`` is read: a code that ends in
+    the last one has its bits all the same, and lanes without a code read anything."""
     at = bit // WORD
     string = tl.load(words + tl.minimum(at, last)).to(tl.uint32, bitcast=WORD == 32)
     if SPANNED == 1:

@@ -22,7 +22,7 @@ SHORT, FEW = 8, 1 << 11  # vectors and codebooks (values) for which the products
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``_beam_search``."""
+    """Find the codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``_beam_search``."""
     rows = x.detach().reshape(-1, x.shape[-1])
     if beam > 1 or not serves(x, codebooks):
         codes = _beam_search(rows, codebooks, beam)
@@ -62,8 +62,8 @@ def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
 
 
 def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
-    """Codes (rows, num_quantizers) of ``naive.rvq_encode`` for x (rows, dim), by scores in fp32: nearly equal ones may
-    change places."""
+    """Find codes (rows, num_quantizers) of ``naive.rvq_encode`` for x (rows, dim), by scores in fp32: nearly equal ones
+    may change places."""
     tables, size = prepare(codebooks), max(1, CANDIDATES // beam)
     scores = tables.norms.new_empty(min(size, len(x)) * beam, tables.norms.shape[1])  # new memory would take longer
     with full_precision(x.device):
@@ -71,8 +71,8 @@ def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
 
 
 def _extended(x: Tensor, tables: SearchTables, buffer: Tensor, beam: int) -> Tensor:
-    """A matrix product for every candidate's residual: Gram tables of the codebooks would spare it, but then each score
-    adds a number from memory for every earlier stage, and that measured 4 times slower."""
+    """Extend candidates by a matrix product for each one's residual. Gram tables of the codebooks would spare it, but
+    then a score adds a number from memory for each earlier stage, which measured 4 times slower."""
     rows, (num_quantizers, codebook_size, _) = len(x), tables.codebooks.shape
     residual = x.unsqueeze(1)  # (rows, candidates, dim), best first
     codes = torch.empty(rows, 1, 0, dtype=torch.int64, device=x.device)
@@ -89,7 +89,7 @@ def _extended(x: Tensor, tables: SearchTables, buffer: Tensor, beam: int) -> Ten
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
-    """Positions of the ``count`` smallest of every row (rows, width), smallest first: of the blocks with the smallest
+    """Find positions of the ``count`` smallest of every row (rows, width), in order: of the blocks with the smallest
     minima, as ``topk`` over all scores would take longer than the product."""
     blocks = scores.unflatten(1, (-1, BLOCK))
     near = blocks.amin(dim=-1).topk(min(count, blocks.shape[1]), largest=False).indices
@@ -99,7 +99,7 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
 
 
 def _rows_of(values: Tensor, parents: Tensor) -> Tensor:
-    """values (rows, candidates, ...) of each row's ``parents`` (rows, count)."""
+    """Gather values (rows, candidates, ...) of each row's ``parents`` (rows, count)."""
     return values.gather(1, parents.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
@@ -123,7 +123,7 @@ def _rows(codebooks: Tensor) -> Tensor:
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """``naive.rvq_statistics`` of residuals in x's dtype, as they are quantized."""
+    """Compute ``naive.rvq_statistics`` of residuals in x's dtype, as they are quantized."""
     residual, statistics = x, []
     for codebook, chosen in zip(codebooks.to(x.dtype), codes.long().unbind(-1), strict=True):
         statistics.append(sums_by_code(residual, chosen, len(codebook)))

@@ -20,9 +20,9 @@ INFINITY = np.float32(np.inf)
 
 @compiled()
 def reach(best, size, drift, largest, dim):
-    """The score up to which a code may be nearer than the best. NaN, which nothing reaches, where squares overflow. A
-    nearer code is no farther from the residual r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying code
-    elsewhere does not loosen the bound."""
+    """Bound the score up to which a code may be nearer than the best. NaN, which nothing reaches, where squares
+    overflow. A nearer code is no farther from the residual r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an
+    outlying code elsewhere does not loosen the bound."""
     overflow = not (2 * size + largest) * largest <= HUGE
     farthest = error(largest, size, drift, dim)
     distance = math.sqrt(max(size * size + best + farthest, 0.0))
@@ -33,14 +33,14 @@ def reach(best, size, drift, largest, dim):
 
 @compiled()
 def error(norm, size, drift, dim):
-    """Bound on the error of the score |c|^2 - 2 r.c of a code of this norm: dim + 1 rounded terms in any order, of a
+    """Bound the error of the score |c|^2 - 2 r.c of a code of this norm: dim + 1 rounded terms in any order, of a
     residual of norm ``size`` that is off by ``drift``."""
     return 1.01 * (dim + 4) * UNIT * (2 * size + norm) * norm + 2.02 * norm * drift + (2 * dim + 4) * TINY
 
 
 @compiled(fast=True)
 def _fold(scores, i, norms, lanes):
-    """lanes[j] = the least of score + norm over the codes j, j + 64, j + 128, ..."""
+    """Set lanes[j] to the least of score + norm over the codes j, j + 64, j + 128, ..."""
     for j in range(L):
         lanes[j] = INFINITY
     width = index(scores.shape[1])
@@ -63,7 +63,7 @@ def _fold(scores, i, norms, lanes):
 
 @compiled(fast=True)
 def _smallest(lanes, few):
-    """The least of 64 lanes; by quarters, as a loop over all would be taken one by one."""
+    """Return the least of 64 lanes; by quarters, as a loop over all would be taken one by one."""
     for quarter in (index(16), index(4)):
         for j in range(quarter):
             least = lanes[j]
@@ -109,7 +109,7 @@ def step(first, stop, stage, largest, norms, codebooks, exact, bounds, x, residu
 
 @compiled(fast=True)
 def _measure(residual, i, bounds, roundings):
-    """The norm of a residual, and its drift, that so many roundings add to."""
+    """Measure the norm of a residual, and its drift, that so many roundings add to."""
     total = 0.0
     for j in range(index(residual.shape[1])):
         total += np.float64(residual[i, j]) * np.float64(residual[i, j])
@@ -120,8 +120,8 @@ def _measure(residual, i, bounds, roundings):
 
 @compiled(fast=True)
 def nearest(x, codes, stage, codebooks):
-    """The code of one stage by the distances themselves, in float64, of equals the lowest: x (dim,), ``codes`` of the
-    stages before, codebooks (K, C, dim), none of them rounded."""
+    """Find the code of one stage by distances in float64, of equals the lowest: x (dim,), ``codes`` of the stages
+    before, codebooks (K, C, dim), none of them rounded."""
     k, dim, residual = index(stage), index(len(x)), x.astype(np.float64)
     for before in range(k):
         for j in range(dim):
@@ -133,7 +133,7 @@ def nearest(x, codes, stage, codebooks):
             difference = residual[j] - np.float64(codebooks[k, code, j])
             total += difference * difference
         if total < best:
-            best, winner = total, code
+            best, winner = total, index(code)
     return np.int64(winner)
 
 
@@ -165,14 +165,14 @@ def search_short(first, stop, largest, products, norms, codebooks, exact, x, cod
 
 @compiled()
 def _bound(best, size, drift, largest, dim, most):
-    """``reach`` of every row."""
+    """Compute ``reach`` of every row."""
     for i in range(R):
         most[i] = reach(np.float64(best[i]), size[i], drift[i], largest, dim)
 
 
 @compiled(fast=True)
 def _norms(residual, size, drift, roundings):
-    """Euclidean norms of the columns, in float64, where nothing underflows; and how far rounding took them off."""
+    """Measure the columns' norms in float64, where nothing underflows, and how far rounding took them off."""
     for i in range(R):
         total = 0.0
         for j in range(index(len(residual))):

@@ -38,7 +38,7 @@ def prepare(codebooks: Tensor) -> SearchTables:
 
 
 def sums_by_code(x: Tensor, codes: Tensor, codebook_size: int) -> tuple[Tensor, Tensor]:
-    """float64 counts (codebook_size,) of codes (rows,), and the sums of their vectors, the same bits every time."""
+    """Count codes (rows,), float64 (codebook_size,), and sum their vectors, the same bits every time."""
     counts = torch.bincount(codes, minlength=codebook_size)
     sums = F.embedding_bag(codes.argsort(stable=True), x.double(), counts.cumsum(0) - counts, mode="sum")
     return counts.double(), sums

@@ -26,8 +26,8 @@ NO_CODE = tl.constexpr(1 << 30)  # beyond all of them
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode`` by fp16 operands and fp32 sums, so that nearly equal codes may change places; equal ones go
-    to the lowest index. A row with NaN or infinity gets some codes."""
+    """Compute ``naive.rvq_encode`` by fp16 operands and fp32 sums, so that nearly equal codes may change places;
+    equal ones go to the lowest index. A row with NaN or infinity gets some codes."""
     num_quantizers, size, dim = codebooks.shape
     codes = torch.empty(*x.shape[:-1], num_quantizers, dtype=torch.int64, device=x.device)
     if codes.numel():
@@ -49,7 +49,7 @@ def can_rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> bool:
 
 
 def _tile(rows: int, dim: int) -> dict[str, int]:
-    """Vectors of a program, tiles of codes between two barriers, and tiles that are loaded ahead."""
+    """Choose vectors of a program, tiles of codes between two barriers, and tiles that are loaded ahead."""
     if dim > 64:
         return {"M": 32, "UNROLL": 1, "STAGES": 2, "num_warps": 4}
     if 8 <= dim <= 32 and rows >= MANY:
@@ -96,7 +96,7 @@ def _encode(
     x, scaled, norms, scales, codebooks, out, rows, num_quantizers, size, tiles, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x (rows, DIM); the residual stays in registers from stage to stage."""
+    """Encode M rows of x (rows, DIM); the residual stays in registers from stage to stage."""
     row, d = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, DIM_PADDED)
     mask = (row < rows)[:, None] & (d < DIM)[None, :]
     residual = tl.load(x + row[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -114,7 +114,7 @@ def _encode(
 def _nearest_group(
     operand, scaled, norms, first_tile, tiles, DIM_PADDED: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The group of FOLD codes that has the smallest score, the first of equals: int32 [M]."""
+    """Find the group of FOLD codes that has the smallest score, the first of equals: int32 [M]."""
     M: tl.constexpr = operand.shape[0]
     c = tl.arange(0, BLOCK_C)
     best = tl.full([M, COLUMNS], float("inf"), tl.float32)
@@ -134,7 +134,7 @@ def _nearest_group(
 
 @triton.jit
 def _nearest_of_group(residual, codebooks, k, size, group, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """The nearest of a group's codes in fp32, the first of equals: int32 [M], always a code."""
+    """Find the nearest of a group's codes in fp32, the first of equals: int32 [M], always a code."""
     member = tl.zeros_like(group)
     nearest = tl.full(group.shape, float("inf"), tl.float32)
     for i in tl.static_range(FOLD):
@@ -147,6 +147,6 @@ def _nearest_of_group(residual, codebooks, k, size, group, DIM: tl.constexpr, DI
 
 @triton.jit
 def _vectors(codebooks, k, code, size, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """The codes' vectors, fp32 [M, DIM_PADDED]."""
+    """Load the codes' vectors, fp32 [M, DIM_PADDED]."""
     d = tl.arange(0, DIM_PADDED)[None, :]
     return tl.load(codebooks + ((k * size + code) * DIM)[:, None] + d, mask=d < DIM, other=0.0).to(tl.float32)

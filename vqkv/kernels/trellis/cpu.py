@@ -15,7 +15,7 @@ WAYS = NEXT.reshape(-1).argsort(kind="stable").reshape(-1, 2)
 
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
-    """``naive.trellis_encode``."""
+    """Compute ``naive.trellis_encode``."""
     if not serves(x):
         return trellis_encode(x.cpu(), costs.cpu(), table_of.cpu(), shifts.cpu(), weight).to(x.device)
     codes = torch.empty(x.shape, dtype=torch.int32)
@@ -26,7 +26,7 @@ def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, w
 
 
 def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
-    """``naive.trellis_decode``."""
+    """Compute ``naive.trellis_decode``."""
     if not serves(codes):
         return trellis_decode(codes.cpu(), step.cpu()).to(codes.device)
     out = torch.empty(codes.shape, dtype=torch.float32)
@@ -52,7 +52,7 @@ def _cost(code, y, table, shift, weight):
 
 @compiled(inline=True)
 def _candidates(y, table, shift, weight):
-    """``naive._candidates``: cost and code, even and odd."""
+    """Compute ``naive._candidates``: cost and code, even and odd."""
     first = np.int64(np.floor(y / 2 if y >= 0 else (y - 1) / 2)) - (y >= 0)
     a, b, c = (
         _cost(first, y, table, shift, weight),
@@ -77,7 +77,7 @@ def _encode(start, stop, weight, origins, x, costs, table_of, shifts, codes):
         sums[0] = 0.0
         for channel in range(channels):
             value = np.float64(x[row, channel])
-            value = min(max(value, -FAR), FAR) if value == value else 0.0
+            value = np.float64(min(max(value, -FAR), FAR) if value == value else 0.0)
             table, shift = costs[table_of[channel]], np.int64(shifts[channel])
             for side in range(2):
                 even, odd = _candidates(value if side == 0 else -value, table, shift, weight)

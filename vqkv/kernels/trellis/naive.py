@@ -21,8 +21,8 @@ LARGEST = (1 << 23) - 1  # of a code
 
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float) -> Tensor:
-    """Rows of values x (rows, channels), in steps -> codes, int32: those of least squared error plus ``weight`` times
-    their bits (Viterbi 1967). ``costs``, float32 (tables, 2 * REACH + 2): bits of the codes -REACH to REACH and of any
+    """Find int32 codes for x (rows, channels), in steps: those of least squared error plus ``weight`` times their bits
+    (Viterbi 1967). ``costs``, float32 (tables, 2 * REACH + 2): bits of the codes -REACH to REACH and of any
     other; ``table_of`` and ``shifts``, int32 (channels,): a channel's table, and how many low bits it keeps apart."""
     tables = list(zip(costs[table_of.long()].tolist(), shifts.tolist(), strict=True))
     paths = [_best([*zip(row, tables, strict=True)], weight) for row in x.float().tolist()]
@@ -30,7 +30,7 @@ def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, w
 
 
 def trellis_decode(codes: Tensor, step: Tensor) -> Tensor:
-    """Codes int32 (rows, channels) -> values, float32, of multiples of ``step``."""
+    """Read codes int32 (rows, channels) back: float32, multiples of ``step``."""
     out = torch.empty(codes.shape, dtype=torch.float32)
     for row, values in zip(codes.tolist(), out):
         state = 0
@@ -61,7 +61,7 @@ def _best(row: list, weight: float) -> list[int]:
 
 
 def _candidates(y: float, costs: list[float], shift: int, weight: float) -> list[tuple[float, int]]:
-    """The cheapest even and odd code for y, of the two around it, one nearer to 0 and 0, with their costs."""
+    """Find the cheapest even and odd code for y, of the two around it, one nearer to 0 and 0, with their costs."""
     below = math.floor(y / 2 if y >= 0 else (y - 1) / 2)
     first = below - (y >= 0)
     best = [(math.inf, 0)] * 2

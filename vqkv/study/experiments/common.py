@@ -12,10 +12,10 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.codecs.predictive import ROLES, LayerRole, side_by_side
-from vqkv.data.facts import FactsBatch, all_right, facts_batch
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
+from vqkv.evaluation.questions import FactsBatch, all_right, facts_batch
+from vqkv.models.layers import evaluating
 from vqkv.models.load import values_per_token
-from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.subject import Subject

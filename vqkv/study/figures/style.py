@@ -9,7 +9,7 @@ import numpy as np
 from IPython.display import Image, Markdown, display
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.models.gguf import TITLES
+from vqkv.models.load import TITLES
 from vqkv.study import steering
 from vqkv.study.tables import output_root, provenance, record_figures, repository_root, write_atomically
 

@@ -69,7 +69,7 @@ def total_bytes(name: str, preset: Preset | None, tokens: int) -> int:
 
 def longest_context(name: str, preset: Preset | None, memory_gb: float, reserve_gb: float = 0) -> int:
     """Return the tokens that fit a memory of which ``reserve_gb`` is taken by something else."""
-    longest = capacity(model_of(name), preset or fp16(), float(memory_gb), reserve_gb=float(reserve_gb))
+    longest = capacity(model_of(name), preset or fp16(), memory_gb - reserve_gb)
     return longest.fp16_context if preset is None else longest.context
 
 

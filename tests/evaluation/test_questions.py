@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vqkv
-from vqkv.data.facts import DIGITS, all_right, facts_batch
 from vqkv.errors import DataError
+from vqkv.evaluation.questions import DIGITS, all_right, facts_batch
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
 

@@ -1,7 +1,9 @@
-"""Facts hidden in text, and questions after them: what a chat model answers from its cache, at known distances."""
+"""Questions about text, at known distances: facts hidden in it, which a chat model answers from its cache, and pairs of
+words, of which one is asked for again."""
 
 import itertools
 import random
+import re
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +29,10 @@ PLACES = (
 )  # fmt: skip
 BEFORE = "Read this text. Facts are hidden in it.\n\n"
 MARK = "\x00"
+VOCABULARY = 128  # keys, and values; the earliest tokens of a BPE vocabulary are its most frequent
+CHOICES = 4  # of a question
+EARLIER = 8
+WORD = re.compile(r"^[a-z]{3,9}$")
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,17 @@ def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) ->
 def _hidden(tokenizer, facts: list[list[int]], text: list[int], rng) -> list[int]:
     """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
     words = [tokenizer.decode([token]) for token in text]
-    ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
+    ends = [
+        i
+        for i, (word, after) in enumerate(itertools.pairwise(words), 1)
+        if word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
+    ]
     tokens, done = list[int](), 0
     for number, fact in enumerate(facts):
         low, high = (len(text) * part // len(facts) for part in (number, number + 1))
         end = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
         tokens, done = tokens + text[done:end] + fact, end
     return tokens + text[done:]
-
-
-def _ends(word: str, after: str) -> bool:
-    return word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
 
 
 def _turns(tokenizer, stems: list[str]) -> list[list[int]]:
@@ -122,3 +128,29 @@ def all_right(batch: FactsBatch, right: Tensor) -> Tensor:
     rows = batch.question.nonzero()[:, 0]
     each = torch.ones(len(batch.question), count)
     return each.view(-1).scatter_reduce(0, rows * count + numbers - 1, right.float(), "amin").view_as(each).bool()
+
+
+def recall_questions(tokenizer, distance: int, num_docs: int) -> list[dict]:
+    """Write the same questions each time: ``context`` (lines of a key and its value, then one of the keys), ``choices``
+    (its value and those of three other keys) and ``answer``, the right one's place. A value stands ``distance`` tokens
+    before its answer, as nearly as complete lines allow; ``EARLIER`` pairs at most stand before it. Keys and values are
+    words of one token each, so that distances are exact (Zoology, arXiv 2312.04927)."""
+    words = single_token_words(tokenizer)[: 2 * VOCABULARY]
+    keys, values = ([tokenizer.decode([word]) for word in half] for half in (words[::2], words[1::2]))
+    newline, rng = tokenizer.encode("\n", add_special_tokens=False), random.Random(f"recall/{distance}")
+    later, rows = round(distance / (len(newline) + 2)) - 1, []
+    for _ in range(num_docs):
+        pairs = later + 1 + rng.randrange(EARLIER + 1)
+        asked, some_keys, some_values = pairs - 1 - later, rng.sample(keys, pairs), rng.sample(values, pairs)
+        lines = "".join(f"{key}{value}{tokenizer.decode(newline)}" for key, value in zip(some_keys, some_values))
+        right = some_values[asked]
+        choices = [right, *rng.sample([value for value in some_values if value != right], CHOICES - 1)]
+        rng.shuffle(choices)
+        rows.append({"context": lines + some_keys[asked], "choices": choices, "answer": choices.index(right)})
+    return rows
+
+
+def single_token_words(tokenizer) -> list[int]:
+    """List ids of tokens that are a space and a lower-case word, in byte-level or SentencePiece form."""
+    vocabulary = tokenizer.get_vocab().items()
+    return sorted(index for token, index in vocabulary if token[:1] in ("Ġ", "▁") and WORD.match(token[1:]))
