@@ -62,6 +62,6 @@ def tokenizer():
     """That of the bundled models."""
     from transformers import PreTrainedTokenizerFast
 
-    from vqkv.reference.data import TOKENIZER_DIR
+    from vqkv.reference.rows import TOKENIZER_DIR
 
     return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)

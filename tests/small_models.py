@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from vqkv.models.load import load_model
-from vqkv.reference.data import TOKENIZER_DIR
+from vqkv.reference.rows import TOKENIZER_DIR
 
 SPECIAL = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0}
 LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256, "pad_token_id": 0} | SPECIAL

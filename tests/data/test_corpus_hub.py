@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from vqkv import DataError, UnknownNameError, load_corpus
 from vqkv.data import corpus
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, documents
-from vqkv.reference.data import TOKENIZER_DIR
+from vqkv.reference.rows import TOKENIZER_DIR
 
 # Seconds after each reading of several files, so that a process does not end before Arrow's threads: tests go on.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0

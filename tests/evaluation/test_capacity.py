@@ -19,7 +19,7 @@ LONG = torch.randint(1, 4096, (3, 320), generator=torch.Generator().manual_seed(
 PIECES = (1, 1, 4, 17, 18, 1, 128, 5, 88, 1)  # sinks half full, blocks of 16 and of 128 almost full and packed
 RAGGED = {name: SMALL[name] for name in ("lossless", "cachegen", "vqq", "vqq_product")}
 RAGGED |= {f"{name}+ans": preset for name, preset in CODED.items()} | {"kvtc": PREDICTED["kvtc"]}
-LEARNED_SIZE = ("block_gtq", "kvsharer")  # how many norms a token takes, which layers store nothing
+LEARNED_SIZE = ("block_gtq",)  # how many norms a token takes is learned
 FIXED = {name: preset for name, preset in (SMALL | PREDICTED).items() if name not in (*RAGGED, *LEARNED_SIZE)}
 FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, block_tokens=24)
 MODEL = architecture(small_models.CONFIGS["llama"](), "float32")

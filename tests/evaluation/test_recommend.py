@@ -11,7 +11,7 @@ from vqkv.evaluation.footprint import Footprint
 from vqkv.evaluation.recommend import BASELINE, break_even, measurements
 from vqkv.study import measured, tables
 from vqkv.study.experiments.designs import published
-from vqkv.study.experiments.tuning import chosen_settings
+from vqkv.study.experiments.frontier import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
 PASSED_OVER = ("seed", "kmeans_iterations", "sink_tokens", "recent_window", "pre_rope")

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vqkv import DataError, FormatError, load_model
 from vqkv.models import load
 from vqkv.models.load import config_of
-from vqkv.reference.data import TOKENIZER_DIR
+from vqkv.reference.rows import TOKENIZER_DIR
 
 package = pytest.importorskip("gguf")
 CONFIG = LlamaConfig(

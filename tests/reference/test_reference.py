@@ -14,7 +14,7 @@ import vqkv
 from vqkv.models.load import BUNDLED, describe
 from vqkv.models.metrics import token_nll
 from vqkv.reference import measure, rows, train
-from vqkv.reference.data import token_bytes
+from vqkv.reference.measure import token_bytes
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))

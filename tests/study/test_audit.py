@@ -12,8 +12,9 @@ from vqkv import presets
 from vqkv.errors import DataError
 from vqkv.study import steering, tables
 from vqkv.study.experiments import audit, audited_tables, claims_audit
-from vqkv.study.experiments.audit import framework, shapes
-from vqkv.study.experiments.audit.rows import DOES_NOT, HOLDS, IN_PART, VERDICTS, agrees, row
+from vqkv.study.experiments.audit import DOES_NOT, HOLDS, IN_PART, VERDICTS, agrees, row
+from vqkv.study.experiments.audit_algorithms import fallback_bits
+from vqkv.study.experiments.audit_shapes import encoded_bits
 
 CLAIM = dict.fromkeys(audit.listed().columns, "") | {"published": "2", "table": "03_grouping", "figures": 0}
 RULES = st.sampled_from(["", "about", "at least", "at most", "above: 1", "below: 1"])
@@ -73,7 +74,7 @@ def test_every_published_figure_is_counted_once():
 @pytest.mark.parametrize(("threshold", "share"), [(0.0, 1), (1e9, 0)])
 def test_bits_with_fallback_are_those_of_the_codec(threshold, share):
     scale = 32 / (64 * 64)
-    assert shapes.encoded_bits(presets.vqq(threshold)) == pytest.approx(framework.fallback_bits(share) + scale)
+    assert encoded_bits(presets.vqq(threshold)) == pytest.approx(fallback_bits(share) + scale)
 
 
 def test_other_contents_are_another_audit(tmp_path, monkeypatch):

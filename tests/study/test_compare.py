@@ -10,8 +10,7 @@ import pytest
 from vqkv import recommend
 from vqkv.errors import DataError
 from vqkv.study import compare as module
-from vqkv.study.compare import compare, planned
-from vqkv.study.experiments.comparison import SYSTEMS, comparison
+from vqkv.study.compare import SYSTEMS, compare, comparison, planned
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from vqkv.study import tables
 from vqkv.study.experiments import against_own, designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.experiments.comparisons import at_equal_bits, paired_ratio
-from vqkv.study.experiments.frontier import total_bits
+from vqkv.study.experiments.frontier import TRIALS, WORTH, chosen_settings, total_bits, tuning
 from vqkv.study.experiments.restoring import FP16, break_even
 from vqkv.study.experiments.rule import by_rule, chosen, pays_from, share_of_bits
-from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
 
 ALL = designs.factorial()
 

@@ -11,8 +11,7 @@ from vqkv import Compressor
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import explore, tables
 from vqkv.study.chat import Conversation, chat
-from vqkv.study.explore import views
-from vqkv.study.explore.controls import Chat
+from vqkv.study.explore import Chat
 from vqkv.study.subject import Subject
 
 TURNS = [[0, 40], "import os", "def main"]
@@ -25,7 +24,7 @@ def subject(tmp_path_factory):
 
 def test_a_conversation_is_what_the_compressed_cache_says_beside_an_uncompressed_one(subject):
     table = explore.conversation(["live", "fp16"], subject, TURNS, 8)
-    talk = Conversation(subject.model, subject.tokenizer, views.fitted("live", subject))
+    talk = Conversation(subject.model, subject.tokenizer, explore.fitted("live", subject))
     for turn, said in enumerate(TURNS, 1):
         rows = table[(table["system"] == "live") & (table["turn"] == turn)]
         made = talk.answer(json.loads(rows["text"].iloc[0]), 8, do_sample=False)
@@ -42,9 +41,9 @@ def test_a_conversation_is_what_the_compressed_cache_says_beside_an_uncompressed
 
 @pytest.mark.parametrize("system", ["live", "best", "kivi"])
 def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(system, subject):
-    tokens = subject.tokenizer(views._text(subject, [0, 140]), return_tensors="pt").input_ids
+    tokens = subject.tokenizer(explore._text(subject, [0, 140]), return_tensors="pt").input_ids
     table = explore.stages([system], subject, [0, 140], layer=2, head=1, token=70).set_index("stage")
-    compressor = views.fitted(system, subject)
+    compressor = explore.fitted(system, subject)
     reconstructions = compressor.new_pass()
     pairs = zip(*subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope))
     keys = [(pair[0], compressor.reconstruct(layer, *pair, reconstructions)[0]) for layer, pair in enumerate(pairs)]

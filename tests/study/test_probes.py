@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from vqkv import capture, presets
 from vqkv.errors import DataError
-from vqkv.study.experiments.gram import Gram
 from vqkv.study.experiments.predictability import untrained
-from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.experiments.probes import Gram, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved, explained_variance_ratio
 
 REACHING = ["K-1", "V-1+K", "K-1+V-1", "K@T-1", "V-1+K@T-2", "K-2+V-1@T-1"]

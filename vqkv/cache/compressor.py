@@ -199,7 +199,7 @@ class Compressor:
         )
 
     def _described(self) -> dict:
-        """All but what was learned, as JSON."""
+        """Describe all but what was learned, as JSON."""
         return {
             "settings": {FILED.get(name, name): value for name, value in asdict(self.settings).items()},
             "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
@@ -218,7 +218,7 @@ class Compressor:
         }
 
     def _parts(self) -> Iterator[tuple[tuple[str, int, str], Part]]:
-        """Codecs and predictors, each after its role, layer and prefix in saved names."""
+        """List codecs and predictors, each after its role, layer and prefix in saved names."""
         for layer, pair in enumerate(self.codecs):
             yield from (((role, layer, ""), codec) for role, codec in zip(ROLES, pair, strict=True))
         for (role, layer), prediction in self.predictions.items():

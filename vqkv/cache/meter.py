@@ -74,13 +74,13 @@ def total(reports: list[Report]) -> Report:
 
 
 def tensor_bytes(*objects) -> int:
-    """Bytes of the storages behind every tensor reachable from ``objects`` (``tensors``), each storage once."""
+    """Count bytes of the storages behind every tensor reachable from ``objects`` (``tensors``), each storage once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(*objects)}.values())
 
 
 def tensors(*objects) -> list[torch.Tensor]:
-    """Every tensor reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's) has
-    a storage in name only: the tensors that it wraps stand for it."""
+    """List all tensors reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's)
+    has a storage in name only: the tensors that it wraps stand for it."""
     collected, seen, stack = [], set(), list(objects)
     while stack:
         item = stack.pop()

@@ -74,7 +74,7 @@ def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
         rope = Rope(keys.rotation.angle.to(pair[0].device), keys.parts[0], keys.rotation.block)
 
     def attend(query: Tensor, scaling: float) -> Tensor:
-        """float32 of the query's shape: new tokens see those before them, and all that is stored."""
+        """Attend from new tokens to those before them and all that is stored: float32 of the query's shape."""
         with full_precision(query.device):
             packed = decode_attention(query, packed_keys, packed_values, scaling, rope)
             return _joined(query.float(), exact_keys, exact_values, scaling, *packed)

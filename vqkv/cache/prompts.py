@@ -73,7 +73,7 @@ class PromptCache:
         return None, 0
 
     def _before(self, folder: Path, tokens: np.ndarray, cache: CompressedCache) -> tuple[Path | None, int]:
-        """The longest stored prompt with the cache's first packed tokens, and how many these are."""
+        """Find the longest stored prompt with the cache's first packed tokens, and how many these are."""
         listed = _listed(folder)
         prefixes = [path for path, (prompt, _) in listed.items() if len(prompt) == _common(prompt, tokens)]
         for path in sorted(prefixes, key=lambda path: len(listed[path][0]), reverse=True):
@@ -87,7 +87,7 @@ class PromptCache:
         return None, 0
 
     def _load(self, path: Path) -> CompressedCache:
-        """A file's cache, and of those that it goes on from what it has of them."""
+        """Load a file's cache, and of those that it goes on from what it has of them."""
         chain = [_read(path)]
         header, tensors = chain[0]
         while before := chain[-1][0]["before"]:

@@ -61,7 +61,7 @@ def model_of(model) -> dict:
 
 
 def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """All that a batch stores, by name; of quantized tokens those from the ``start``-th on, the first of a block."""
+    """Name all that a batch stores; of quantized tokens those from the ``start``-th on, the first of a block."""
     if batch.padded:
         yield "tokens", torch.stack([group.slots for group in batch.groups]).to(torch.uint8)
     for number, group in enumerate(batch.groups):
@@ -76,7 +76,7 @@ def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stores(number: int, group: Group) -> Iterator[tuple[str, TokenStore]]:
-    """The stores of a group by their names in a file: ``0.3.key``."""
+    """Name the stores of a group as in a file: ``0.3.key``."""
     for layer, pair in enumerate(group.stores):
         yield from ((f"{number}.{layer}.{role}", store) for role, store in zip(ROLES, pair, strict=True))
 

@@ -246,7 +246,7 @@ class TokenStore:
         return read
 
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
-        """``rotate`` or ``unrotate`` the stored tokens start, start + 1, ..."""
+        """Apply ``rotate`` or ``unrotate`` to the stored tokens start, start + 1, ..."""
         if self.rotation is None:
             return states
         start += self.first
@@ -277,7 +277,7 @@ def _append(stored: Tensor | None, new: Tensor) -> Tensor:
 
 
 def _slice(stored: Tensor | None, start: int, stop: int | None) -> Tensor | None:
-    """Tokens ``start`` to ``stop`` alone, without the others kept alive behind a view."""
+    """Copy tokens ``start`` to ``stop`` alone, without the others kept alive behind a view."""
     length = _tokens(stored)
     stop = length if stop is None else min(max(stop, 0), length)
     if stored is None or stop - start == length:

@@ -105,7 +105,7 @@ CORPORA: dict[str, Callable[[], list[Document]]] = {
 
 
 def _docstrings(source: str) -> str:
-    """Docstrings of a module that are longer than a line, a blank line between them."""
+    """Join docstrings of a module that are longer than a line, a blank line between them."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -101,7 +101,7 @@ def fingerprint(tokens: torch.Tensor) -> str:
 
 
 def _source(name: str, split: str, seed: int) -> tuple[Iterator[str], str]:
-    """Texts of a bundled corpus, of local files or of a data set, and how they become windows."""
+    """Return texts of a bundled corpus, of local files or a data set, and how they become windows."""
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
     name = of_split(name, split)

@@ -218,8 +218,14 @@ class _AnyModel:
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
 
+    def distances(self) -> Tensor:
+        return torch.ones(self.num_layers, self.num_layers)
+
+    def similarity(self, plan) -> float:
+        return 1.0
+
     def __getattr__(self, asked: str):
-        raise DataError(UNKNOWN)  # shapes, cost_curves, ...: what each layer stores follows from the text
+        raise DataError(UNKNOWN)  # shapes, cost_curves: the bits of each layer follow from the text
 
 
 def _untrained(preset: Preset, shape: Shape) -> Compressor:

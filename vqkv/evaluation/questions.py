@@ -65,7 +65,7 @@ def facts_batch(tokenizer, num_facts: int, text: Tensor, text_len: int, seed: in
 
 
 def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int]]:
-    """Tokens of one conversation, and the number of the question that each is part of the answer to."""
+    """Return tokens of one conversation, and of which question's answer each is a part."""
     stems = [
         STEMS[i % len(STEMS)].format(place=town)
         for i, town in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
@@ -87,7 +87,7 @@ def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) ->
 
 
 def _hidden(tokenizer, facts: list[list[int]], text: list[int], rng) -> list[int]:
-    """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
+    """Hide ``facts`` between lines or sentences of ``text``, one in each of as many parts of equal length."""
     words = [tokenizer.decode([token]) for token in text]
     ends = [
         i
@@ -103,7 +103,7 @@ def _hidden(tokenizer, facts: list[list[int]], text: list[int], rng) -> list[int
 
 
 def _turns(tokenizer, stems: list[str]) -> list[list[int]]:
-    """Tokens before the text, between text and the first answer, between answers, and after the last."""
+    """Return tokens before the text, before the first answer, between answers, and after the last."""
     asked = [f"{stem.replace('The', 'What is the', 1).removesuffix(' is')}?" for stem in stems]
     if tokenizer.chat_template is None:
         parts = [f"\n\nQuestion: {question}\nAnswer: {stem}" for question, stem in zip(asked, stems)]

@@ -56,7 +56,7 @@ def fetched(module: nn.Module):
 
 @torch.no_grad()
 def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
-    """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
+    """Return stamp, module, name and tensor of each weight; RoPE and adapters."""
     weights, state = [], [getattr(model.config.get_text_config(), "rope_parameters", None)]
     for number, module in enumerate(model.modules()):
         for name in sorted(ADAPTERS & vars(module).keys()):
@@ -74,7 +74,7 @@ def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers; of a module without others in it also tensors that it holds in other ways (hqq)."""
+    """List parameters and buffers; of a module without others in it also tensors held in other ways (hqq)."""
     boxes: list[dict[str, Any]] = [module._parameters, module._buffers]
     changing = any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope"))  # with the length
     if not module._modules and not type(module).__module__.startswith("torch.nn."):

@@ -101,7 +101,7 @@ def kv_layers(model) -> list[KVLayer]:
 
 
 def max_positions(model) -> float:
-    """Tokens that the model has positions for, by its configuration; infinity where that names no limit (ALiBi)."""
+    """Return how many tokens the model has positions for, by its configuration; infinity without a limit (ALiBi)."""
     named = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return named if named and named > 0 else math.inf
 
@@ -130,7 +130,7 @@ def _ask(model) -> list[KVLayer]:
 
 
 def _running() -> nn.Module:
-    """The innermost module that is running in this thread, by its stack: hooks would see every thread's modules."""
+    """Find the innermost module that runs in this thread, by its stack: hooks would see every thread's modules."""
     frame = sys._getframe()
     while frame.f_code is not nn.Module._call_impl.__code__ and frame.f_back:
         frame = frame.f_back

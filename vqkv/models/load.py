@@ -131,7 +131,7 @@ def describe(model) -> dict:
 
 
 def outline(model) -> dict:
-    """``describe`` a model without its weights."""
+    """Return what ``describe`` does, of a model without its weights."""
     layers = kv_layers(model)
     return {
         "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
@@ -178,7 +178,7 @@ def difference(fitted: dict, model) -> str | None:
 
 
 def _samples(module: nn.Module) -> list[list[float]]:
-    """A few elements of each of its own parameters and of the buffers in which quantized weights are."""
+    """Take a few elements of each of its own parameters and of the buffers that hold quantized weights."""
     with fetched(module):
         stored = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
         buffers = [x for x in stored.values() if x is not None and x.numel() > 1]  # no scales of activations (quanto)

@@ -26,12 +26,12 @@ def token_kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def top1_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """1.0 where both pick the same next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
+    """Return 1.0 where both pick the same next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
     return (reference.argmax(-1) == logits.argmax(-1)).float()
 
 
 def top2_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """1.0 where the reference's next token is among the two likeliest here: (batch, seq_len, vocab) twice."""
+    """Return 1.0 where the reference's next token is among the two likeliest here: (batch, seq_len, vocab) twice."""
     return (logits.topk(2).indices == reference.argmax(-1, keepdim=True)).any(-1).float()
 
 

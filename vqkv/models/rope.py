@@ -46,7 +46,7 @@ class Rotation(nn.Module):
         return angles.cos(), angles.sin()
 
     def with_kernel(self, kernel: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``rotate`` or ``unrotate`` keys (batch, num_kv_heads, seq_len, head_dim) by rows of ``table``."""
+        """Apply ``rotate`` or ``unrotate`` to keys (batch, num_kv_heads, seq_len, head_dim) by rows of ``table``."""
         if self.half_split:
             return kernel(keys, cos, sin)
         order = self.order.to(keys.device)
@@ -104,7 +104,7 @@ def _ask(model) -> list[Rotation | None]:
 
 
 def _keys_at(model, position: int) -> list[Tensor]:
-    """Keys (tokens, num_kv_heads, head_dim) of each layer, of the same one-token sequences at ``position``."""
+    """Compute keys (tokens, num_kv_heads, head_dim) of each layer, of the same one-token sequences at ``position``."""
     vocab_size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.linspace(0, vocab_size - 1, TOKENS).long()[:, None]
     positions = torch.full_like(tokens, position, device=model.device)
@@ -114,8 +114,8 @@ def _keys_at(model, position: int) -> list[Tensor]:
 
 
 def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
-    """The rotation by which keys at position 0 become those at others: position -> (tokens, num_kv_heads, head_dim) for
-    0, powers of two and any others. None where keys do not rotate, or change in another way (learned positions)."""
+    """Find the rotation by which keys at position 0 become others: position -> (tokens, num_kv_heads, head_dim)
+    for 0, powers of two and any others. None where keys do not rotate, or change otherwise (learned positions)."""
     if (pairs := _pairs(keys_at)) is None:
         return None
     first, second = pairs
@@ -135,8 +135,8 @@ def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
 
 
 def _pairs(keys_at: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Channels that rotate together: what one gains in energy, the other loses, for every token and position. Changes
-    are compared with the energy of the channels themselves: next to a large bias all others would seem still."""
+    """Find channels that rotate together: what one gains in energy, the other loses, for every token and position.
+    Changes are compared with the energy of the channels themselves: next to a large bias others would seem still."""
     noise = NOISE[keys_at[0].element_size()]
     still, *moved = (x.double().cpu() for _, x in sorted(keys_at.items()))
     energy = still.square().mean(dim=(0, 1))

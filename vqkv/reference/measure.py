@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vqkv.reference.data import token_bytes
 from vqkv.reference.rows import IGNORE, TokenStream, Words, recall
 
 PAIRS, GAPS = (2, 4, 8, 16, 32), (200, 500, 850)
@@ -23,6 +22,14 @@ def abilities(model, tokenizer, text: TokenStream, windows: int, rows: int = 16)
         "induction": round(induction_score(model, words.all), 3),
         "bits_per_byte": round(bits_per_byte(model, text, token_bytes(tokenizer), windows=windows), 4),
     }
+
+
+def token_bytes(tokenizer) -> np.ndarray:
+    """Return (vocab_size,) UTF-8 bytes that each token stands for: what bits per byte divides by."""
+    sizes = np.zeros(len(tokenizer), dtype=np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        sizes[index] = 0 if index in tokenizer.all_special_ids else len(token)  # byte-level: one character a byte
+    return sizes
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """Rows that the reference models learn from: source text, repeated segments, key-value recall.
 
 Repeats (arXiv 2505.17863) and recall with keys and values from disjoint words (Zoology, arXiv 2312.04927) keep up and
-sharpen the induction that the models begin with. Everything is a function of a seed, so that training goes on where it
-was.
+sharpen the induction that the models begin with. All is a function of a seed, so that training goes on where it was.
 """
 
 import math
@@ -10,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
+from vqkv.data.bundled import documents
 from vqkv.evaluation.questions import single_token_words
+from vqkv.runtime.files import replacing
 
+CORPORA = ("python", "prose-files")
+TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 IGNORE = -100
 COPY = 0.7  # chance that a segment is copied once more
 LONGEST_SEGMENT = 21
@@ -66,8 +70,7 @@ def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tu
 def recall(
     rng: np.random.Generator, seq_len: int, words: Words, num_pairs: int, filler: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (row, labels): BOS, lines of ``key value``, the filler, then the lines again in random order, values
-    labelled."""
+    """Draw (row, labels): BOS, lines of ``key value``, filler, then the lines in random order, values labelled."""
     keys, values = rng.permutation(words.keys)[:num_pairs], rng.choice(words.values, num_pairs)
     lines = np.stack([keys, values, np.full(num_pairs, words.newline)], 1)
     filler = np.empty(0, dtype=np.int64) if filler is None else np.append(filler, words.newline)
@@ -78,6 +81,15 @@ def recall(
     labels = np.full(seq_len, IGNORE)
     labels[start + 1 :: 3] = row[start + 1 :: 3]
     return row, labels
+
+
+def write_stream(path: Path, tokenizer, split: str) -> None:
+    """Write the token ids of every document of one split, source and prose, to a uint16 file."""
+    with replacing(path) as file:
+        for name in CORPORA:
+            for text in tqdm(documents(name, split), desc=f"tokenise {name} {split}", unit=" documents"):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                file.write(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16).tobytes())
 
 
 class TokenStream:
@@ -100,16 +112,12 @@ class TokenStream:
         row = np.append(self.bos, self.span(rng, seq_len - 1))
         return row, row
 
-    def function(self, rng: np.random.Generator, longest: int) -> np.ndarray:
-        """Draw a function of the source, from its ``def`` to the next, at most ``longest`` tokens."""
-        i = rng.integers(0, len(self.functions) - 1)
-        start, end = self.functions[i], self.functions[i + 1]
-        return self.ids[start : min(end, start + longest)].astype(np.int64)
-
     def copied(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw (row, labels): BOS and text in which a chunk or function comes back, other text in between."""
         if rng.random() < 0.5:
-            part = self.function(rng, seq_len // 3)
+            i = rng.integers(0, len(self.functions) - 1)  # from a ``def`` to the next
+            start, end = self.functions[i], self.functions[i + 1]
+            part = self.ids[start : min(end, start + seq_len // 3)].astype(np.int64)
         else:
             part = self.span(rng, int(rng.integers(16, seq_len // 3 + 1)))
         row = [np.array([self.bos])]

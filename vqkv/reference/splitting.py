@@ -32,12 +32,6 @@ def shingles(text: str) -> np.ndarray:
     return np.unique(((runs * weights).sum(1) >> np.uint64(32)).astype(np.uint32))
 
 
-def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Size of the intersection of two sets, as sorted arrays, over that of their union."""
-    both = len(np.intersect1d(a, b, assume_unique=True))
-    return both / (len(a) + len(b) - both)
-
-
 class Twins:
     """Finds which of the documents it holds are near-duplicates of another document."""
 
@@ -50,9 +44,11 @@ class Twins:
                 self.index.insert(name, _minhash(self.shingles[name]))
 
     def of(self, text: str) -> list[str]:
-        """Names of the held documents that are at least ``SIMILAR`` to this one."""
+        """Return names of the held documents that are at least ``SIMILAR`` to this one."""
         mine = shingles(text)
-        return [name for name in self.index.query(_minhash(mine)) if jaccard(mine, self.shingles[name]) >= SIMILAR]
+        near = {name: self.shingles[name] for name in self.index.query(_minhash(mine))}
+        shared = {name: len(np.intersect1d(mine, other, assume_unique=True)) for name, other in near.items()}
+        return [name for name, both in shared.items() if both / (len(mine) + len(near[name]) - both) >= SIMILAR]
 
 
 def _minhash(hashes: np.ndarray):

@@ -5,12 +5,12 @@ has the same losses, to bf16. It takes a GPU where there is one, and a killed ru
 
 Rows are repeats and recall, then ever more text with them; short rows and small steps come first. AdamW, because the
 models that the four sources study were trained with it, and their outlier channels are partly its doing. The learning
-rate warms up, stays constant and decays over the last fifth of ``--tokens``: without the decay's checkpoints a longer
-run goes on as if there had been none.
+rate warms up, stays constant and decays over the last fifth of ``--tokens``.
 """
 
 import argparse
 import json
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,9 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from vqkv.reference.data import TOKENIZER_DIR, write_stream
 from vqkv.reference.induction import CIRCUITS, untrained
-from vqkv.reference.machine import processor
 from vqkv.reference.measure import PAIRS, abilities
-from vqkv.reference.rows import IGNORE, TokenStream, Words, far_repeat, recall, repeats
+from vqkv.reference.rows import IGNORE, TOKENIZER_DIR, TokenStream, Words, far_repeat, recall, repeats, write_stream
 from vqkv.runtime.files import cache_folder
 
 LEARNING_RATE = 1e-3
@@ -62,7 +60,7 @@ class Mixture(Dataset):
         return len(self.shapes)
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """Tokens and labels, both (rows, seq_len) int64; labels are -100 where nothing can be known."""
+        """Return tokens and labels, both (rows, seq_len) int64; labels are -100 where nothing can be known."""
         rows, seq_len = self.shapes[step]
         rng = np.random.default_rng([step, 3])
         shares = np.array([*SHARES.values()])
@@ -159,7 +157,7 @@ def release(done: MeasuringTrainer, out: Path, test: TokenStream) -> None:
     model.save_pretrained(out)
     done.processing_class.save_pretrained(out)
     metrics = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
-    where = processor() if done.args.use_cpu else torch.cuda.get_device_name()
+    where = platform.processor() if done.args.use_cpu else torch.cuda.get_device_name()
     log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": metrics}
     (out / "training.json").write_text(json.dumps(log | {"log": done.state.log_history}))
 

@@ -56,9 +56,7 @@ def whole_blocks(x: Tensor, block_tokens: int) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 4:
         return x  # check_values says what is wrong
     if 0 < x.shape[2] < block_tokens:
-        raise DataError(
-            f"seq_len {x.shape[2]} is shorter than the codec's block of {block_tokens} tokens: use longer sequences"
-        )
+        raise DataError(f"{x.shape[2]} tokens are shorter than the codec's block of {block_tokens}: use longer ones")
     return x[:, :, : x.shape[2] - x.shape[2] % block_tokens]
 
 

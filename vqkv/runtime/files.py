@@ -70,7 +70,7 @@ def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict
 
 
 def _checksum(data: bytearray) -> slice:
-    """Where the digits of a file's checksum are."""
+    """Find where the digits of a file's checksum are."""
     start = data.find(CRC32) + len(CRC32)
     return slice(start, start + DIGITS)
 

@@ -23,8 +23,7 @@ class Conversation:
         self.tokens = torch.empty(1, 0, dtype=torch.int64)
 
     def answer(self, said: str, max_new_tokens: int = 256, **generation):
-        """Answer a user's turn. Returns what ``generate`` returns, which takes ``generation``. Raises ``DataError``
-        where the model's positions end."""
+        """Return ``generate``'s answer to a user's turn. Raises ``DataError`` where the model's positions end."""
         tokens = torch.cat([self.tokens, turn_tokens(self.tokenizer, said, self.tokens)], dim=1)
         if tokens.shape[1] + max_new_tokens > max_positions(self.model):
             raise DataError(f"the conversation has reached the model's {max_positions(self.model)} positions")

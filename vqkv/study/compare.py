@@ -10,20 +10,34 @@ from typing import Any
 
 import pandas as pd
 
+from vqkv import presets
 from vqkv.calibration.effort import passes, seconds_per_token
 from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError, FormatError
 from vqkv.evaluation.recommend import compared
 from vqkv.models.layers import max_positions
 from vqkv.models.load import describe, kv_width, load_model
-from vqkv.study.experiments.comparison import STEPS, SYSTEMS, comparison
+from vqkv.study.bench.caches import REFERENCE, Uncompressed
+from vqkv.study.bench.generation import Generation, timed_run
+from vqkv.study.experiments.common import bits_with_side, by_window, exact_tokens, facts_answered
 from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 from vqkv.study.tables import write_atomically
 
 TEMPLATE = Path(__file__).parent / "templates/compare.ipynb"
 FACTS, QUESTION = 4, 40  # in each text, and tokens that a question takes
 READING = 3  # passes over what is scored: exact, compressed, and what reading packed tokens adds
 WIDEST = 12_000  # channels of all layers whose covariance KVTC can be fitted with in memory
+# A preset without its recent window, so that all keep four tokens exact at most; and what ``recommend`` calls it.
+SYSTEMS: dict[str, tuple[str, dict, str]] = {
+    "int4": ("quanto", {"bits": 4}, "quanto 4"),
+    "HIGGS 3": ("higgs", {"bits": 3, "recent_window": 0}, "higgs 3"),
+    "live 2.25": ("live", {"bits": 2.25}, "live 2.25"),
+    "AQUA-KV, HIGGS 2": ("aqua", {"backbone": "higgs", "recent_window": 0}, "aqua higgs 2"),
+    "best 1.8": ("best", {"bits": 1.8}, "best-.* 1.8"),
+    "KVTC 2": ("kvtc", {"bits": 2.0, "recent_window": 0}, "kvtc 2"),
+}
+STEPS = 16  # tokens that are timed, after as many as a long text has
 SIZES = [  # the largest that fits the minutes: (sequences, tokens) to calibrate on and to score, texts, their tokens
     ((16, 2048), (16, 2048), 25, (640, 2048)),
     ((16, 1024), (8, 1024), 15, (512, 1024)),
@@ -64,7 +78,7 @@ def compare(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> pd.DataFrame:
-    """Measure ``comparison.SYSTEMS`` on ``model`` with ``text``, as much as fits into the minutes.
+    """Measure ``SYSTEMS`` on ``model`` with ``text``, as much as fits into the minutes.
 
     Writes ``compare.csv``, ``compare.ipynb`` and ``compare.html`` into the folder ``out`` (by default ``compare-`` and
     the model's name). Rows that an interrupted call has finished are kept there. ``recommend`` uses the table.
@@ -117,8 +131,7 @@ def _holds(text: str, tokenizer, size: tuple) -> bool:
 
 
 def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
-    """Choose the largest of ``sizes`` that fits by a first pass' time; fewer systems where none does, else
-    ``DataError``."""
+    """Choose the largest of ``sizes`` that fits by a first pass' time, or fewer systems, or raise ``DataError``."""
     longest, about = max_positions(model), describe(model)
     channels, left_out = kv_width(about) * about["num_layers"], {}
     if channels > WIDEST:
@@ -141,7 +154,7 @@ def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
 
 
 def _tokens(system: str, size: tuple, channels: int) -> float:
-    """Tokens through the model that take as long as a system."""
+    """Return tokens through the model that take as long as a system."""
     (n, length), (m, scored), texts, lens = size
     read = READING * (m * scored + texts * (sum(lens) + 2 * QUESTION * FACTS)) + 2 * lens[1] + 40 * STEPS
     return passes(SYSTEMS[system][0]) * n * length + read + (channels / 1000) ** 3 * (system == "KVTC 2")
@@ -164,3 +177,44 @@ def show(folder: Path) -> None:
     )
     page = HTMLExporter(exclude_input=True).from_filename(str(notebook))[0]
     write_atomically(folder / "compare.html", page.encode())
+
+
+@experiment(cases=lambda systems: [{"system": system} for system in systems])
+def comparison(
+    subject: Subject, system: str, context: int, step_size: int, num_facts: int, text_lens: list[int], num_texts: int
+) -> dict:
+    """Return a row for each way to store the model's cache.
+
+    ``bits``: of a value, without side information; ``bits_with_side``: with it and exact tokens, in a cache of
+    ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval.
+    ``facts_short`` and ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens
+    that are answered, ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token
+    after the long text, ``_exact`` of the uncompressed cache, which takes turns with this one.
+    """
+    name, arguments, like = SYSTEMS[system]
+    if name == "best":
+        arguments = arguments | {"context": context, "kv_width": kv_width(subject.about)}
+    compressor = subject.calibrated(presets.make(name, **arguments), min(8, subject.train_size[0]))
+    # The same tokens, whatever a block holds.
+    half: dict[str, Any] = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}
+    measured = by_window(subject, compressor, **half, step_size=step_size, reconstruction=False)
+    call = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    row = {"system": system, "like": like, "preset": f"presets.{name}({call})", "bits": measured["bits_per_value"]}
+    row["bits_with_side"] = bits_with_side(measured, subject.about, context, exact_tokens(compressor))
+    row |= {"side_mb": measured["side_bytes"] / 1e6, "kl": measured["kl_mean"]}
+    row |= {name: measured[name] for name in ("kl_low", "kl_high", "kl_floor", "ppl", "ppl_exact")}
+    for label, text_len in zip(("short", "long"), text_lens, strict=True):
+        answers = facts_answered(subject, compressor, num_facts, text_len, num_texts)
+        row |= {name.replace("facts", f"facts_{label}", 1): share for name, share in answers.items()}
+    return row | _generated(subject, compressor, text_lens[1])
+
+
+def _generated(subject: Subject, compressor, text_len: int) -> dict:
+    """Time of a token and resident memory after a text, next to those of an uncompressed cache."""
+    tokens = subject.text("test", [1, text_len], subject.seed).to(subject.model.device)
+    own, exact = (Generation(subject.model, system) for system in (compressor, Uncompressed()))
+    ms, ms_exact = (row["decode_ms"] for row in timed_run({"": own, REFERENCE: exact}, tokens, STEPS, rounds=1))
+    report = own.cache.report()
+    uncompressed = 2 * report.dynamic_values  # in 16 bits
+    memory = {"resident_mb": report.resident_bytes / 1e6, "resident_mb_exact": uncompressed / 1e6}
+    return {"ms": ms, "ms_exact": ms_exact} | memory

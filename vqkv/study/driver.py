@@ -126,7 +126,8 @@ class Study:
             allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
         with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
-            first = nbformat.v4.new_code_cell(steering.cell())
+            told = f"from vqkv.study import steering\nsteering.current = steering.{steering!r}"
+            first = nbformat.v4.new_code_cell(told)
             notebook.cells.insert(0, first)
             client.execute_cell(first, 0, store_history=False)
             del notebook.cells[0]

@@ -28,8 +28,7 @@ from vqkv.models.layers import copied, kv_layers, plain
 def attention_scores(model, tokens: Tensor, last: int = 0) -> list[Tensor]:
     """Sum, by layer, the attention that each of ``tokens`` (num_seqs, seq_len) gets in one causal pass.
 
-    Returns fp32 (num_seqs, num_kv_heads, seq_len): sums over the ``last`` queries (0: all) and over the query heads of
-    a KV head, of the model's own probabilities.
+    Returns fp32 (num_seqs, num_kv_heads, seq_len): sums over the ``last`` queries (0: all) and a KV head's query heads.
     """
     eager = copied(plain(model)).eval()  # whose way to attend is its own
     eager.set_attn_implementation("eager")
@@ -132,8 +131,7 @@ class EvictedKeys(TokenStore):
 
 @dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
-    """One layer of an ``EvictingCache``. ``chosen``: the tokens of the prompt to keep (batch, num_kv_heads, kept), from
-    when these are known until they are stored."""
+    """One layer of an ``EvictingCache``. ``chosen``: tokens to keep (batch, num_kv_heads, kept), until stored."""
 
     chosen: Tensor | None = field(default=None, init=False)
 
@@ -162,8 +160,7 @@ class EvictingLayer(CompressedLayer):
 
 
 class EvictingCache(CompressedCache):
-    """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``, for sequences of equal length. It can neither be
-    cropped nor saved."""
+    """A ``CompressedCache`` that evicts, for sequences of equal length. It can neither be cropped nor saved."""
 
     def __init__(self, policy: H2O, model, decoded_cache_bytes: int = 0):
         super().__init__(policy, model, decoded_cache_bytes=decoded_cache_bytes)
@@ -200,5 +197,5 @@ class EvictingCache(CompressedCache):
 
 
 def token_mask(index: Tensor, length: int) -> Tensor:
-    """Indices (..., kept) -> bool (..., length)."""
+    """Turn indices (..., kept) into a mask (..., length)."""
     return index.new_zeros((*index.shape[:-1], length), dtype=torch.bool).scatter_(-1, index, True)

@@ -1,5 +1,4 @@
-"""Injected phenomena: another model with the same outputs, whose cache has outlier channels, loud heads or biases; and
-norms of keys and values put into a trained model.
+"""Inject outlier channels, loud heads, biases into a model's cache, outputs unchanged, or norms of keys and values.
 
 Attention scores are products of queries and keys, so that what multiplies a key may divide its query (the identity that
 SmoothQuant and QServe use to take outliers away, here to make them).
@@ -26,9 +25,8 @@ def inject(model, keys=None, values=None, key_bias=None):
     times ``values``; queries and the output projection are divided by the same.
 
     All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output, if channels that RoPE
-    rotates together have the same. A bias is nearly invisible in channels that rotate slowly. The copy's configuration
-    does not know of a new bias: save its weights, not the model. Raises ``DataError`` for attention that is not four
-    linear layers (Llama, Mistral, Qwen2).
+    rotates together have the same. A bias is nearly invisible in channels that rotate slowly. Raises ``DataError`` for
+    attention that is not four linear layers (Llama, Mistral, Qwen2).
     """
     model = copy.deepcopy(plain(model))
     layers, made = kv_layers(model), hashlib.sha256()
@@ -58,9 +56,8 @@ def _change(attention: nn.Module, role: str, x: Tensor) -> None:
 
 @torch.no_grad()
 def normed(model, tokens: Tensor, roles: list[str]):
-    """Make a copy of a trained Llama whose keys, values or both (``roles``) are divided by their head's root mean
-    square, as Gemma 4 does to its values. The mean size of a head's vectors over ``tokens`` moves to queries and output
-    projections; nothing is trained afterwards."""
+    """Make a copy of a trained Llama that divides keys, values or both (``roles``) by their head's root mean square, as
+    Gemma 4 does values. A head's mean size over ``tokens`` moves to queries and output projections."""
     captured = dict(zip(("key", "value"), capture(model, tokens), strict=True))
     model = copy.deepcopy(model)
     for i, layer in enumerate(model.model.layers):

@@ -18,12 +18,11 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
 
 
 def bits_saved(evr: float) -> float:
-    """Return bits a value that a prediction of this EVR saves at equal error, log2(Var(y) / Var(error)) / 2, 24 at
-    most."""
+    """Return bits a value that a prediction of this EVR saves, log2(Var(y) / Var(error)) / 2, 24 at most."""
     return -math.log2(max(1 - evr, 2**-48)) / 2
 
 
 def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
-    """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
+    """Return 2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
     p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
     return torch.special.entr(p).sum(-1).exp()

@@ -86,24 +86,20 @@ def written(notebook: NotebookNode) -> bytes:
 
 def claims_apart(notebook: NotebookNode) -> NotebookNode:
     """Give each claim, an ``assert`` with the lines that lead to it, a cell that may fail; one with a table may not."""
-    notebook.cells = [part for cell in notebook.cells for part in _claims_of(cell)]
+    cells = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or "assert " not in cell.source:
+            cells.append(cell)
+            continue
+        lines, start, statements = cell.source.splitlines(), 0, ast.parse(cell.source).body
+        for statement in statements:
+            text = "\n".join(lines[start : statement.end_lineno])
+            is_table = "tables.table(" in text
+            if isinstance(statement, ast.Assert) or is_table or statement is statements[-1]:
+                cells.append(nbformat.v4.new_code_cell(text, metadata={"tags": [] if is_table else [TOLERANT]}))
+                start = statement.end_lineno
+    notebook.cells = cells
     return notebook
-
-
-def _claims_of(cell: NotebookNode) -> list[NotebookNode]:
-    """Cut a cell with claims after each of them and after each table; another cell stays as it is."""
-    if cell.cell_type != "code" or "assert " not in cell.source:
-        return [cell]
-    lines, start, parts = cell.source.splitlines(), 0, []
-    statements = ast.parse(cell.source).body
-    for statement in statements:
-        text = "\n".join(lines[start : statement.end_lineno])
-        is_table = "tables.table(" in text
-        if isinstance(statement, ast.Assert) or is_table or statement is statements[-1]:
-            part = nbformat.v4.new_code_cell(text, metadata={"tags": [] if is_table else [TOLERANT]})
-            parts.append(part)
-            start = statement.end_lineno
-    return parts
 
 
 def with_value(source: str) -> str:
@@ -120,7 +116,11 @@ def judge(notebook: NotebookNode) -> dict[str, str]:
     verdicts = {}
     for cell in notebook.cells:
         if TOLERANT in cell.metadata.get("tags", []):
-            verdict, last = _verdict(cell.outputs), ast.parse(cell.source).body[-1]
+            verdict, last = HOLDS, ast.parse(cell.source).body[-1]
+            if error := _error(cell.outputs):
+                message = f" (found {error.evalue:.200})" if error.evalue else ""
+                reason = f"cannot be asked here ({error.ename}: {error.evalue})"
+                verdict = f"does not hold here{message}" if error.ename == "AssertionError" else reason
             claim = ast.get_source_segment(cell.source, last) if isinstance(last, ast.Assert) else None
             if claim:
                 verdicts[claim] = verdict
@@ -141,12 +141,3 @@ def refusals(notebook: NotebookNode) -> list[str]:
 
 def _error(outputs: list[NotebookNode]) -> NotebookNode | None:
     return next((output for output in outputs if output.output_type == "error"), None)
-
-
-def _verdict(outputs: list[NotebookNode]) -> str:
-    error = _error(outputs)
-    if error is None:
-        return HOLDS
-    reason = f"cannot be asked here ({error.ename}: {error.evalue})"
-    message = f" (found {error.evalue:.200})" if error.evalue else ""
-    return f"does not hold here{message}" if error.ename == "AssertionError" else reason

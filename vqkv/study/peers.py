@@ -24,8 +24,7 @@ class TransformersQuantized:
 
     It is what ``generate(cache_implementation="quantized")`` makes; the arguments are its own. Affine codes in groups
     of ``q_group_size`` values, keys after RoPE. "quanto" (2, 4 bits) takes scale and shift from a group's ends. "hqq"
-    (1, 2, 3, 4, 8 bits) solves for the zero point; at axis 0 its groups cross tokens, heads and the *sequences of the
-    batch*.
+    (1, 2, 3, 4, 8 bits) solves for the zero point; at axis 0 its groups cross tokens, heads and the batch's sequences.
 
     The first update packs all tokens and hands them back exact: one pass scores as fp16 at any bits. Whenever
     ``residual_length`` more have come, the complete history is quantized again. Scales and tokens not yet packed keep
@@ -95,5 +94,5 @@ class MeteredQuantizedCache(QuantizedCache):
 
 
 def _shape(stored) -> torch.Size:
-    """(batch, num_kv_heads, seq_len, head_dim) of what was quantised."""
+    """Return (batch, num_kv_heads, seq_len, head_dim) of what was quantised."""
     return stored[1]["shape"] if isinstance(stored, tuple) else stored.shape

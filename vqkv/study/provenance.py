@@ -2,14 +2,13 @@
 
 import importlib.metadata
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from vqkv.reference.machine import processor
 
 RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
 
@@ -43,8 +42,10 @@ def device_name(device: torch.device | str, threads: bool = False) -> str:
     """Return the GPU's name or the processor's, if asked for with torch's threads on it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    count = torch.get_num_threads()
-    return processor() + f", {count} thread{'s' * (count > 1)}" * threads
+    listed = Path("/proc/cpuinfo")  # Linux; elsewhere Python knows
+    names = re.findall(r"^model name\s*:\s*(.*\S)", listed.read_text(), re.MULTILINE) if listed.is_file() else []
+    processor, count = names[0] if names else platform.processor() or platform.machine(), torch.get_num_threads()
+    return processor + f", {count} thread{'s' * (count > 1)}" * threads
 
 
 def _commit() -> dict:

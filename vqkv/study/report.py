@@ -1,7 +1,6 @@
 """``python -m vqkv.study.report``: the executed pages as a folder of HTML, for people without Jupyter.
 
-Every page is one file that needs no network: figures are embedded, code is folded away. ``index.html`` lists the pages
-with what they ask and found.
+Every page is one file that needs no network: figures are embedded, code is folded away. ``index.html`` lists them.
 """
 
 import re
@@ -17,7 +16,6 @@ from vqkv.study.tables import repository_root, write_atomically
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
 REPOSITORY_LINK = re.compile(r"\[([^]]*)\]\(\.\./[^)]*\)")
-FOUND = "**What this page shows.**"
 ABOUT = """# vqkv: the study's pages
 
 Ways to store a KV cache, on one harness, under one byte meter. Every page asks one question; its tables and figures
@@ -36,7 +34,10 @@ def report(out: Path = Path("report"), notebooks: Path | None = None) -> list[Pa
         exclude_anchor_links=True,
     )
     files = []
-    for name, page in ({"index": _index(pages)} | pages).items():
+    links = "\n".join(f"- [{page.metadata['title']}]({name}.html)" for name, page in pages.items())
+    listed = [nbformat.v4.new_markdown_cell(f"{ABOUT}\n\n{links}")]
+    index = nbformat.v4.new_notebook(cells=listed, metadata={"title": "vqkv: the study's pages"})
+    for name, page in ({"index": index} | pages).items():
         files.append(Path(out) / f"{name}.html")
         write_atomically(files[-1], exporter.from_notebook_node(page)[0].encode())
     return files
@@ -50,18 +51,6 @@ def _page(path: Path) -> nbformat.NotebookNode:
             cell.source = REPOSITORY_LINK.sub(r"\1", PAGE_LINK.sub(r"](\1.html\2)", cell.source))
     notebook.metadata["title"] = notebook.cells[0].source.splitlines()[0].lstrip("# ")
     return notebook
-
-
-def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
-    """Make a page of links: every page's title and, below it, its question and the paragraph of what it shows."""
-    cells = [nbformat.v4.new_markdown_cell(ABOUT)]
-    for name, page in pages.items():
-        paragraphs = [part for cell in page.cells if cell.cell_type == "markdown" for part in cell.source.split("\n\n")]
-        question = next((part for part in paragraphs if part.strip() and not part.startswith("#")), "")
-        answer = "\n\n".join(part for part in paragraphs if part.startswith(FOUND)).replace(FOUND, "**Found.**")
-        text = f"## [{page.metadata['title']}]({name}.html)\n\n{question}\n\n{answer}"
-        cells.append(nbformat.v4.new_markdown_cell(text))
-    return nbformat.v4.new_notebook(cells=cells, metadata={"title": "vqkv: the study's pages"})
 
 
 if __name__ == "__main__":

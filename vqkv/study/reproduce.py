@@ -1,8 +1,7 @@
 """``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
 
 All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which, and the order of tables; tables
-that are no experiments are computed in full. Left out: times and peaks of memory, which belong to a machine, and what
-``--minutes`` do not reach.
+that are no experiments are computed in full. Left out: times and peaks of memory, and what ``--minutes`` do not reach.
 """
 
 import importlib
@@ -20,7 +19,7 @@ from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
 from vqkv.study.tables import provenance, stored_names, stored_table
 
-OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
+OF_A_MACHINE = ("latency", "peak_memory", "read_in_place", "speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
 SPREAD = 0.03  # by which an Intel Xeon's and an AMD EPYC's numbers differed at most (page 11's search: 2.6%)
 NOT_COMPARED = ("_each", "_floor")  # numbers of single windows; fp16's own error, which is rounding
@@ -52,8 +51,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
-    """Return the largest relative ``difference`` from the nearest row with the same words, and its ``column``; infinite
-    where there is no such row."""
+    """Return the largest relative ``difference`` from the nearest row of the same words (infinite: none), and where."""
     shared = [str(name) for name in kept if name in rows and not str(name).endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]
@@ -63,18 +61,14 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
             return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
-        differences = _relative(same[numbers].astype(float), row[numbers].astype(float))
+        ours, theirs = row[numbers].astype(float), same[numbers].astype(float)
+        larger = theirs.abs().clip(lower=ours.abs(), axis=1)
+        differences = ((theirs - ours).abs() / larger.where(larger > 0, 1.0)).fillna(math.inf)
+        differences = differences.mask(theirs.isna() & ours.isna(), 0.0)  # none where both are missing
         nearest = differences.iloc[int(differences.max(axis=1).argmin())]
         if nearest.max() > worst["difference"]:
             worst = {"difference": nearest.max(), "column": nearest.idxmax()}
     return worst
-
-
-def _relative(kept: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
-    """Differences over the larger of two numbers; 0 where both are missing."""
-    larger = kept.abs().clip(lower=row.abs(), axis=1)
-    differences = ((kept - row).abs() / larger.where(larger > 0, 1.0)).fillna(math.inf)
-    return differences.mask(kept.isna() & row.isna(), 0.0)
 
 
 app = typer.Typer(add_completion=False)

@@ -17,8 +17,7 @@ _held: list[OrderedDict] = []
 
 
 def plain(value, what: str):
-    """Return ``value`` as JSON would give it back: tuples are lists, a dataclass is a dict of its arguments. Raises
-    ``DataError`` for what JSON cannot hold."""
+    """Return ``value`` as JSON gives it back, a dataclass as its arguments. Raises ``DataError`` where JSON cannot."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_arguments))
     except (TypeError, ValueError) as error:

@@ -58,8 +58,7 @@ class Stream:
         return DELTA if number % self.interval else KEYFRAME
 
     def state(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (keys, values), lists over layers (batch, num_kv_heads, seq_len, head_dim), read back after ``step``
-        (from 0)."""
+        """Read back (keys, values) after ``step`` (from 0): lists of (batch, num_kv_heads, seq_len, head_dim)."""
         last = step + 1
         numbers = range(max(1, last - last % self.interval), last + 1)
         parts = [self._decoded(number) for number in numbers]
@@ -72,7 +71,13 @@ class Stream:
         written, steps = dict.fromkeys(KINDS, 0), len(self)
         for number, payloads in enumerate(self.steps, 1):
             written[self.kind(number)] += sum(payload.nbytes for payload in payloads)
-        values, (codecs, header) = sum(x.numel() for x in self.token), self._header()  # of one token
+        values = sum(x.numel() for x in self.token)  # of one token
+        codecs = list(dict.fromkeys(codec for own in self.codecs.values() for codec in own))
+        numbers = {kind: [codecs.index(codec) for codec in own] for kind, own in self.codecs.items()}
+        text = json.dumps({"interval": self.interval, "codecs": [codec.config() for codec in codecs]} | numbers)
+        learned = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in codec.state_dict().items()}
+        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in learned.items()}
+        header = save(tensors | {"header": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
         stored = MAGIC_BYTES + RECORD_BYTES * (1 + steps) + sum(written.values())
         baselines = {"every_fp32": steps * (steps + 1) // 2 * values * 4, "live_fp16": steps * values * 2}
         return {
@@ -86,7 +91,7 @@ class Stream:
         }
 
     def _shares(self, kind: str) -> Iterator[tuple[Codec, list[int]]]:
-        """A codec and its tensors, which are stored as one batch: a step of one token is many small ones."""
+        """Return a codec and its tensors, which are stored as one batch: a step of one token is many small ones."""
         own = self.codecs[kind]
         for codec in dict.fromkeys(own):
             yield codec, [i for i, other in enumerate(own) if other is codec]
@@ -98,18 +103,9 @@ class Stream:
             decoded |= zip(indices, codec.decode(payload, self.dtype).split(batch), strict=True)
         return [decoded[i] for i in range(len(self.token))]
 
-    def _header(self) -> tuple[list[Codec], bytes]:
-        """The codecs, and as a safetensors blob what they have learned, with JSON of what they are."""
-        codecs = list(dict.fromkeys(codec for own in self.codecs.values() for codec in own))
-        numbers = {kind: [codecs.index(codec) for codec in own] for kind, own in self.codecs.items()}
-        text = json.dumps({"interval": self.interval, "codecs": [codec.config() for codec in codecs]} | numbers)
-        learned = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in codec.state_dict().items()}
-        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in learned.items()}
-        return codecs, save(tensors | {"header": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
-
 
 def _codecs(stored, tensors: list[Tensor]) -> list[Codec]:
-    """The codec of each tensor of a step."""
+    """Return the codec of each tensor of a step."""
     head_dim = tensors[0].shape[-1]
     if stored == "int4":
         stored = presets.quanto(4).key_codec(head_dim).fit(tensors[0][:1, :, :1])  # it has nothing to learn

@@ -7,17 +7,12 @@ from dataclasses import dataclass
 class Steering:
     """A process' way of making tables.
 
-    ``out``: the folder that holds ``results/`` and ``figures/``, empty for the repository. ``recompute``: every table
-    again. ``workers``: processes that compute rows; 0: one row after another in this process.
+    ``out``: the folder of ``results/`` and ``figures/``, empty for the repository. ``workers``: processes; 0: this one.
     """
 
     out: str = ""
     recompute: bool = False
     workers: int = 0
-
-    def cell(self) -> str:
-        """Return the code that a kernel runs before a page; it is not saved with it."""
-        return f"from vqkv.study import steering\nsteering.current = steering.{self!r}"
 
 
 current = Steering()  # a page that is opened by itself reads and writes the repository's tables

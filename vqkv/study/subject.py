@@ -25,8 +25,7 @@ EXACT_BYTES = 6 << 30  # that a process remembers of a model's own logits
 class Subject:
     """A model, the text that it is calibrated on and the text that it is judged on, with their hashes in ``sources``.
 
-    ``train_size``, ``test_size``: num_seqs and seq_len of the splits ``train`` and ``held_out``. ``seed`` draws both,
-    unless ``test_seed`` is given.
+    ``train_size``, ``test_size``: num_seqs and seq_len of ``train`` and ``held_out``, by ``seed`` or ``test_seed``.
     """
 
     name: str
@@ -52,10 +51,9 @@ class Subject:
         return other
 
     def each(self, **choices: list) -> list["Subject"]:
-        """A copy for every combination of settings: ``each(name=models, seed=seeds)``."""
-        return [
-            dataclasses.replace(self, **dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())
-        ]
+        """Return a copy for every combination of settings: ``each(name=models, seed=seeds)``."""
+        combined = itertools.product(*choices.values())
+        return [dataclasses.replace(self, **dict(zip(choices, chosen))) for chosen in combined]
 
     @property
     def model(self):

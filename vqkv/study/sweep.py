@@ -2,8 +2,7 @@
 
 The rows are the same whoever computes them, in whatever order. A case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
-depends on the number of threads, so a worker has as many as the process that sweeps. Several are fastest with
-``OMP_NUM_THREADS=1``.
+depends on the number of threads, so a worker has as many as the process that sweeps.
 """
 
 import hashlib
@@ -57,7 +56,7 @@ class Experiment:
         return self.run(parameters)
 
     def cases(self, **parameters) -> list["ExperimentCase"]:
-        """The cases of these parameters."""
+        """Return the cases of these parameters."""
         parts = [part for part in (self.row, self.listed, self.finish) if part]
         if unknown := parameters.keys() - {name for part in parts for name in inspect.signature(part).parameters}:
             raise TypeError(f"{self.__name__} takes no {', '.join(sorted(unknown))}")
@@ -128,18 +127,18 @@ class ExperimentCase:
 
 
 def with_subject(arguments: dict) -> dict:
-    """The arguments with the subject that its literals stand for."""
+    """Return the arguments with the subject that its literals stand for."""
     literals = arguments.get("subject")
     return arguments | {"subject": Subject(**literals)} if isinstance(literals, dict) else arguments
 
 
 def _taken(function: Callable, parameters: dict) -> dict:
-    """The parameters that a function takes."""
+    """Return the parameters that a function takes."""
     return {name: parameters[name] for name in inspect.signature(function).parameters if name in parameters}
 
 
 def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> dict[str, dict]:
-    """Results by the names of these cases, in their order, computed or found in a folder."""
+    """Return results by the names of these cases, in their order, computed or found in a folder."""
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     results = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}

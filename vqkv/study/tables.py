@@ -38,9 +38,8 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
     folder = root / "results" / ".rows" / name / digest(same)  # of finished rows, computed in this very way
     frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
-    _store(
-        root, name, frame, record | {"wall_seconds": round(frame.attrs.get("seconds", time.perf_counter() - start), 2)}
-    )
+    seconds = frame.attrs.get("seconds", time.perf_counter() - start)
+    _store(root, name, frame, record | {"wall_seconds": round(seconds, 2)})
     shutil.rmtree(folder.parent, ignore_errors=True)
     with suppress(OSError):  # not empty: other tables are being computed
         folder.parent.parent.rmdir()
@@ -70,26 +69,26 @@ def stored_table(name: str) -> pd.DataFrame:
 
 
 def stored_names() -> list[str]:
-    """The repository's tables."""
+    """Return the repository's tables."""
     return sorted(path.stem for path in (repository_root() / "results").glob("*.json"))
 
 
 def provenance(name: str, root: Path | None = None) -> dict:
-    """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
+    """Return how a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
     if filed := _provenance(root or repository_root(), name):
         return filed
     raise UnknownNameError("table", name, stored_names())
 
 
 def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:
-    """The table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
+    """Return the table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
     cells = list(zip(table[name], table[low], table[high], strict=True))
     words = [f"{x:.3g}" + f" ({a:.3g} to {b:.3g})" * (not math.isnan(a)) if x == x else "" for x, a, b in cells]
     return table.assign(**{name: words})
 
 
 def with_numbers(table: pd.DataFrame, *names: str) -> pd.DataFrame:
-    """The table with these numbers of its shapes (``context=4096``, ``K=8``) as columns."""
+    """Return the table with these numbers of its shapes (``context=4096``, ``K=8``) as columns."""
     return table.assign(**{name: table["shape"].str.extract(rf"\b{name}=(\d+)")[0].astype(int) for name in names})
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from vqkv import presets
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.meter import tensor_bytes
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
 from vqkv.study.peers import TransformersQuantized
@@ -121,8 +120,7 @@ def contenders(
     fit: Callable[[presets.Preset], Compressor], systems: list[str], seed: int = 0, kmeans_iterations: int = 10
 ) -> dict:
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
-    and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
-    another label."""
+    and transformers' caches, or a warning for a missing package. Raises ``UnknownNameError`` for another label."""
     wanted, by_label = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
     for label in tqdm(chosen(systems), desc="calibrate", leave=False, disable=None):
@@ -137,7 +135,7 @@ def contenders(
 
 
 def prepared(model, systems: list[str], seed: int = 0) -> dict:
-    """``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
+    """Return ``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
     width = model.config.num_key_value_heads * model.config.head_dim
     tokens = random_tokens(model, 8, max(256, 2 * width), seed + 1)
     fit = partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
@@ -159,11 +157,6 @@ def random_tokens(model, batch_size: int, seq_len: int, seed: int = 0) -> torch.
     """Token ids (batch_size, seq_len) on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size, (batch_size, seq_len), generator=generator).to(model.device)
-
-
-def stored_bytes(cache, system) -> int:
-    """Bytes of every tensor that a cache holds and its system (codebooks, predictors) does not."""
-    return tensor_bytes(cache, system) - tensor_bytes(system)
 
 
 def check_known(kind: str, names: Iterable[str], valid: Collection[str]) -> None:

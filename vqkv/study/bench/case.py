@@ -67,8 +67,7 @@ class Problem:
     def add(
         self, implementation: str, call: Callable, expected: Tensor | None = None, read: Callable | None = None
     ) -> None:
-        """Time ``call``. Its result, made a tensor by ``read``, is compared with ``expected``, which may have the first
-        rows."""
+        """Time ``call``. Its result, made a tensor by ``read``, is compared with ``expected``, or its first rows."""
         case = Case(self, implementation, call)
         if expected is not None:
             result = (read(call()) if read else call())[: len(expected)].to(expected.device)

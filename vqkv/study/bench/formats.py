@@ -1,5 +1,4 @@
-"""Formats in which a cache stores its keys or values, made of random numbers: shapes and sizes are the published
-systems'."""
+"""Formats in which a cache stores its keys or values, made of random numbers, in the published systems' sizes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,11 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
-from vqkv.codecs.grid import gaussian_grids
 from vqkv.codecs.groups import ByteGroups
 from vqkv.codecs.payload import Payload
 from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Rope
@@ -77,13 +74,8 @@ def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[Ker
     return keys, values, Rope((500000.0**-channels).float(), block=block) if block else None
 
 
-def grid(size: int, device: str) -> Tensor:
-    """The Gaussian grid of HIGGS, (1, size, 2)."""
-    return gaussian_grids()[size][0].half().unsqueeze(0).to(device)
-
-
 def bits_per_value(name: str, head_dim: int = 128) -> float:
-    """Bits stored for each value, scales and ranges included, codebooks not."""
+    """Return bits stored for each value, scales and ranges included, codebooks not."""
     packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
     codebooks: Any = packed.codebooks if isinstance(packed, Coded) else []
     stored = packed.codes.nbytes if isinstance(packed, Grouped) else tensor_bytes(packed) - tensor_bytes(codebooks)

@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch.utils.benchmark import timer
+from torch.utils.benchmark.utils.common import set_torch_threads as num_threads
 from tqdm import tqdm
 
-from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens, stored_bytes
-from vqkv.study.bench.timing import num_threads
+from vqkv.cache.meter import tensor_bytes
+from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens
 from vqkv.study.provenance import device_name, versions
 from vqkv.study.shared import M_MMAP_MAX, give_back
 
@@ -30,17 +32,15 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
     device: str, attention: str = "sdpa",
-) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``, [batch size, tokens of context, generated tokens]; a row per run and
-    system.
+) -> pd.DataFrame:  # fmt: skip
+    """Time every system in each of ``runs``, [batch size, context, generated tokens]: a row per run and system.
 
     Prefills take turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``DynamicCache`` and
     transformers' quanto cache of 4 bits are always among ``systems`` ([] for all). ``attention``: the model's.
 
     Milliseconds: ``prefill_ms``, median of ``rounds``; ``decode_ms``, median of tokens, with quartiles; ``mean_ms``,
     with steps that pack a block. ``added_ms`` and ``added_mean_ms``: median and mean of differences from
-    ``DynamicCache`` for the same token. ``slowdown``: of ratios. ``stored_bytes``: at the end. Raises
-    ``UnknownNameError`` for other systems.
+    ``DynamicCache`` for the same token. ``slowdown``: of ratios. ``stored_bytes``: at the end.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
@@ -52,7 +52,7 @@ def latency(
             run = {"batch": batch, "context": context, "generated": generated}
             times = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)
             rows += [run | row | shared for row in times]
-    return rows
+    return pd.DataFrame(rows)
 
 
 def _machine(geometry: str, dtype: str, device: str, threads: int) -> dict:
@@ -116,14 +116,22 @@ class Generation:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the cache holds now."""
-        return stored_bytes(self.cache, self.system)
+        """Bytes of every tensor that the cache holds now and its system (codebooks, predictors) does not."""
+        return tensor_bytes(self.cache, self.system) - tensor_bytes(self.system)
+
+    def answer(self, count: int) -> torch.Tensor:
+        """Choose the next ``count`` tokens (batch, count), which the cache then holds."""
+        tokens = []
+        for _ in range(count):
+            tokens.append(self.last)
+            self.step()
+        return torch.cat(tokens, 1)
 
 
 def peak_memory(
     sizes: list[int], chunk_size: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
     device: str,
-) -> list[dict]:  # fmt: skip
+) -> pd.DataFrame:  # fmt: skip
     """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system.
 
     ``prefill_mb``, ``decode_mb``: most memory (10^6 bytes) in each phase beyond model and codebooks. ``stored_mb``:
@@ -141,12 +149,15 @@ def peak_memory(
         for label, system in tqdm(made.items(), desc="peak", leave=False, disable=None):
             sizes_mb = pool.submit(generate_once, random, system, sizes, chunk_size, threads).result()
             rows.append({"system": label} | sizes_mb | about)
-    return rows
+    return pd.DataFrame(rows)
 
 
 def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, threads: int) -> dict[str, float]:
     """In a fresh process: load, generate, and say how much memory it took in between."""
-    _keep_nothing_freed()
+    with suppress(OSError, AttributeError):  # glibc gives large freed blocks back at once: else it keeps some
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 1 << 16)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; if set, glibc does not raise it
     batch, context, generated = sizes
     with num_threads(threads):
         model = random_llama(*random)
@@ -162,14 +173,6 @@ def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, thre
     stored, report = generation.stored_bytes, getattr(generation.cache, "report", None)
     nbytes = {"stored": stored, "resident": report().resident_bytes if report else stored}
     return {f"{name}_mb": size / 1e6 for name, size in (nbytes | {"prefill": prefill, "decode": decode}).items()}
-
-
-def _keep_nothing_freed() -> None:
-    """Have glibc give large freed blocks back at once: else it keeps some, up to twice what is in use."""
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 1 << 16)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; if set, glibc does not raise it
 
 
 def _prefilled(model, system, chunks: list[torch.Tensor]) -> Generation:
@@ -192,7 +195,7 @@ def _start_measuring(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes in use so far."""
+    """Return the most bytes in use so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # of a process that exec started, ru_maxrss begins with its parent's

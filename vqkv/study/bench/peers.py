@@ -50,7 +50,7 @@ def faiss(codebooks: Tensor, beam: int = 1, product: bool = False):
 
 
 def faiss_encode(codebooks: Tensor, x: Tensor, **kind) -> Peer:
-    """Rows of x -> packed codes."""
+    """Encode rows of x to packed codes."""
     bits, rows = (codebooks.shape[1] - 1).bit_length(), x.cpu().numpy()
     read = lambda packed: reference.unpack_codes(torch.from_numpy(packed), bits, len(codebooks))  # noqa: E731
     return partial(faiss(codebooks, **kind).compute_codes, rows), read

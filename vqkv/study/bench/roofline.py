@@ -27,7 +27,7 @@ class Roofline:
     matmul: dict[str, float]
 
     def bound(self, work: Demand) -> float:
-        """The least milliseconds that the work takes."""
+        """Return the least milliseconds that the work takes."""
         rate = self.matmul["float32"] if work.exact else max(self.matmul.values())
         return 1e3 * max(work.bytes / self.copy, work.flops / rate)
 

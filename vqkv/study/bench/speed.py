@@ -4,6 +4,7 @@ one tidy row per operation, format, implementation and shape."""
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.common import set_torch_threads as num_threads
 from tqdm import tqdm
 
 from vqkv.study.bench import stored, streams, vectors
@@ -18,7 +21,6 @@ from vqkv.study.bench.caches import GEOMETRIES, check_known
 from vqkv.study.bench.case import Case, Problem, Sizes
 from vqkv.study.bench.peers import PACKAGES
 from vqkv.study.bench.roofline import Demand, Roofline
-from vqkv.study.bench.timing import in_turn, num_threads
 from vqkv.study.provenance import device_name, versions
 from vqkv.study.tables import write_atomically
 
@@ -28,14 +30,16 @@ ROOFLINE = "roofline"
 DTYPES = ("float32", "bfloat16")  # of its products; fp16 ones are no faster, and on many CPUs far slower
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: far more than any cache holds
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices that are multiplied
+SHORTEST = 2e-3  # seconds that one repetition takes at least, in a call or many
+PATIENCE = 1e3  # milliseconds: what has taken so long is not repeated
+MIN_REPETITIONS = 3  # repetitions that everything gets all the same
 SHOWN = ["operation", "format", "implementation", "shape", "median", "ratio_to_bound", "ratio_to_fp16"]
 ON_A_GPU = {"rows": 65536, "sweep_rows": 16384, "tokens": 8192,
             "runs": tuple((batch, 1024 * 2**i) for batch in (1, 8) for i in range(6))}  # fmt: skip
 
 
-def speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> list[dict]:
-    """Time ``operations`` (all if there are none) with a model's heads; a row a case, all in turn with the roofline's
-    probes.
+def speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> pd.DataFrame:
+    """Time ``operations`` (all if there are none) with a model's heads, in turn with the roofline's probes: a row each.
 
     ``sizes``: other fields of ``Sizes``. ``median``, ``min``, ``max``: milliseconds of ``repetitions`` calls.
     ``throughput``: millions of values a second (of probes: bytes or flops). ``bound_ms``: the roofline's;
@@ -62,11 +66,36 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
     shared = {"device": device_name(made.device), "threads": threads, "versions": versions(*PACKAGES)}
     rows = [_row(case, taken, medians[case], fp16.get(case.problem.shape), line) for case, taken in times.items()]
     rows = [row | shared for row in rows]
-    return [{name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in row.items()} for row in rows]
+    rounded = ({name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in row.items()} for row in rows)
+    return pd.DataFrame(rounded)
+
+
+def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[list[float]]:
+    """Return milliseconds of every call, each ``repetitions`` times after a warm-up, slow ones fewer."""
+    clock = gpu_times if device.startswith("cuda") else cpu_times
+    times: list[list[float]] = [[] for _ in calls]
+    for repetition in range(repetitions):
+        for call, taken in zip(calls, times, strict=True):
+            if repetition < MIN_REPETITIONS or sum(taken) < PATIENCE:
+                taken += clock(call)
+    return times
+
+
+def cpu_times(call: Callable) -> list[float]:
+    """Milliseconds, by torch's ``Timer``."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return [1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=SHORTEST).times]
+
+
+def gpu_times(call: Callable) -> list[float]:
+    """Time a call in milliseconds on a GPU whose cache is cleared before, which ``Timer`` cannot do."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=1, rep=10, return_mode="all")
 
 
 def _probes(device: str) -> list[Case]:
-    """Cases that measure the roofline's rates: a copy, and a matrix product in each dtype."""
+    """Return cases that measure the roofline's rates: a copy, and a matrix product in each dtype."""
     source, side = torch.ones(COPIED[device] // 4, device=device), SIDE[device]
     moved, flops = 2 * source.nbytes, 2 * side**3
     problems = [Problem(ROOFLINE, "copy", f"{moved:.3g} bytes", Demand(0, moved, moved))]
@@ -97,7 +126,7 @@ def main(
     """Time the kernels on one thread or a GPU, at the shapes of Llama-3-8B; print and write the rows."""
     sizes = {} if device == "cpu" else ON_A_GPU
     try:
-        table = pd.DataFrame(speed("llama-3-8b", only, threads=1, repetitions=15, device=device, **sizes))
+        table = speed("llama-3-8b", only, threads=1, repetitions=15, device=device, **sizes)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs.grid import gaussian_grids
 from vqkv.kernels import naive as reference
 from vqkv.kernels.view import KernelView, Rope
 from vqkv.study.bench import peers, roofline
 from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours, plain_encode
-from vqkv.study.bench.formats import FORMATS, GROUP, grid, keys_and_values
+from vqkv.study.bench.formats import FORMATS, GROUP, keys_and_values
 from vqkv.study.bench.roofline import Demand
 
 WIDTHS = (11, 4, 2)  # bits of a code
@@ -40,7 +41,7 @@ def layer_keys(sizes: Sizes) -> Tensor:
 
 
 def packing(operation: str, sizes: Sizes) -> Iterator[Problem]:
-    """Codes to bits, or back."""
+    """Time codes to bits, or back."""
     generator = torch.Generator().manual_seed(sizes.seed)
     for bits in WIDTHS:
         dtype = torch.uint8 if bits <= 8 else torch.int16
@@ -56,7 +57,7 @@ def packing(operation: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def affine(direction: str, sizes: Sizes) -> Iterator[Problem]:
-    """Values to int2, int4, int8, or back. The error is that of what is stored."""
+    """Time values to int2, int4, int8, or back. The error is that of what is stored."""
     x, group = layer_keys(sizes), min(GROUP, sizes.head_dim)
     for bits in BITS:
         packed = reference.affine_encode(x, bits, group)
@@ -73,10 +74,10 @@ def affine(direction: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def grid_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Pairs of values to the nearest point of a Gaussian grid."""
+    """Time pairs of values to the nearest point of a Gaussian grid."""
     pairs = layer_keys(sizes).unflatten(-1, (-1, 2))
     for size in GRIDS:
-        points, bits = grid(size, sizes.device), (size - 1).bit_length()
+        points, bits = gaussian_grids()[size][0].half().unsqueeze(0).to(sizes.device), (size - 1).bit_length()
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         problem = Problem("grid_encode", f"grid {size}", label(sizes.stored), work)
         expected = reference.pack_codes(reference.rvq_encode(pairs[:, :1, :CHECKED], points).flatten(-2), bits)
@@ -88,7 +89,7 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _pairs(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> Tensor:
-    """Codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
+    """Return codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
     codes = encode(pairs.reshape(-1, pairs.shape[-1]), points)
     return twin.pack_codes(codes.view(pairs.shape[:-1]), bits)
 
@@ -108,13 +109,13 @@ def product_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _pieces(encode: Callable, pieces: list[Tensor], codebooks: Tensor) -> Tensor:
-    """A byte a piece: (rows, pieces)."""
+    """Return a byte a piece: (rows, pieces)."""
     codes = [encode(piece, book.unsqueeze(0)) for piece, book in zip(pieces, codebooks, strict=True)]
     return torch.cat(codes, dim=-1).to(torch.uint8)
 
 
 def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
-    """Codes of this family of formats (grid, product, residual) to values, with the scale that it has."""
+    """Time codes of this family of formats (grid, product, residual) to values, with the scale that it has."""
     for name in (name for name in FORMATS if name.startswith(family)):
         packed: Any = FORMATS[name](sizes.stored, sizes.device)
         problem = Problem(f"{family}_decode", name, label(packed.shape), roofline.decode(packed))
@@ -128,7 +129,7 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
 
 
 def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
+    """Time components to the bytes of ``live``: of each group the nearest of 256 vectors."""
     view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
     like = replace(view, matrix=None, offset=None)
     x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
@@ -141,7 +142,7 @@ def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def attention(sizes: Sizes) -> Iterator[Problem]:
-    """One new token of each sequence against its cache, uncompressed and in every format."""
+    """Time one new token of each sequence against its cache, uncompressed and in every format."""
     for batch, context in sizes.runs:
         heads, kv_heads, head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         shape = (batch, kv_heads, context, head_dim)
@@ -170,8 +171,7 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> Problem:
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with query (batch, heads, 1, head_dim) by torch; heads of a KV head as its queries, faster than
-    ``enable_gqa``."""
+    """Attend with query (batch, heads, 1, head_dim) by torch; its heads are a KV head's queries: faster than GQA."""
     batch, heads, _, head_dim = query.shape
     grouped = query.view(batch, keys.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, head_dim)

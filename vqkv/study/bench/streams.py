@@ -32,7 +32,7 @@ DECAY = 16  # octaves from the widest principal component to the narrowest
 
 
 def rans(direction: str, sizes: Sizes) -> Iterator[Problem]:
-    """Codes of one layer's keys, whose channels vary unlike, to streams of 32 tokens each, or back."""
+    """Time codes of one layer's keys, whose channels vary unlike, to streams of 32 tokens each, or back."""
     channels = sizes.num_key_value_heads * sizes.head_dim
     x = (
         gaussian(1, 1, _whole_blocks(sizes), channels, seed=sizes.seed)
@@ -61,12 +61,12 @@ def _whole_blocks(sizes: Sizes) -> int:
 
 
 def _streams(codec: Any, payload: Payload) -> tuple[Tensor, Tensor, Code]:
-    """What ``rans_decode`` reads of a payload."""
+    """Return what ``rans_decode`` reads of a payload."""
     return payload.ragged["stream"], payload.counts("stream").permute(2, 0, 1).flatten(), codec.quantizer.code()
 
 
 def trellis(direction: str, sizes: Sizes) -> Iterator[Problem]:
-    """A layer's keys in steps, all heads side by side, to the cheapest codes of a trellis, or back."""
+    """Time a layer's keys in steps, all heads side by side, to the cheapest codes of a trellis, or back."""
     channels, device = sizes.num_key_value_heads * sizes.head_dim, sizes.device
     x, step = 2 * gaussian(sizes.tokens, channels, seed=sizes.seed, device=device), torch.ones((), device=device)
     costs = torch.arange(-REACH, REACH + 2, device=device).abs().float().add(1)[None]

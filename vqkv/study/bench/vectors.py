@@ -51,7 +51,7 @@ def encode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def products(x: Tensor, weights: Tensor) -> None:
-    """The matrix products of the search and nothing else: x (rows, dim), weights (num_quantizers, dim, codes)."""
+    """Time the matrix products of the search and nothing else: x (rows, dim), weights (num_quantizers, dim, codes)."""
     buffer = x.new_empty(min(PART, len(x)), weights.shape[2])
     for part in x.split(PART):
         for weight in weights:
@@ -69,7 +69,7 @@ def encode_beam(sizes: Sizes) -> Iterator[Problem]:
 
 
 def decode(sizes: Sizes) -> Iterator[Problem]:
-    """Sums of codes."""
+    """Time sums of codes."""
     x, codebooks = problem(sizes, sizes.rows)
     codes, values = kernels.rvq_encode(x, codebooks), x.numel()
     work = Demand(values * len(codebooks), codes.nbytes + codebooks.nbytes + 4 * values, values)  # an addition a stage
@@ -81,7 +81,7 @@ def decode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def statistics(sizes: Sizes) -> Iterator[Problem]:
-    """Counts and sums of a step of learning codebooks by moving averages."""
+    """Time counts and sums of a step of learning codebooks by moving averages."""
     x, codebooks = problem(sizes, sizes.rows)
     codes = kernels.rvq_encode(x, codebooks)
     expected = reference.rvq_statistics(x, codes, codebooks)

@@ -4,24 +4,17 @@
 """
 
 # ruff: noqa: F401
+from vqkv.study.bench.generation import latency as generation_latency
+from vqkv.study.bench.generation import peak_memory as generation_peak
+from vqkv.study.bench.speed import speed as kernel_speed
 from vqkv.study.experiments.audit import audited_tables, claims_audit
-from vqkv.study.experiments.calibration_text import against_own, calibration_text
-from vqkv.study.experiments.comparisons import (
-    at_equal_bits,
-    paired_ablation,
-    paired_ratio,
-    proxy_correlations,
-    with_families,
-)
+from vqkv.study.experiments.comparisons import paired_ablation, paired_ratio, proxy_correlations, with_families
 from vqkv.study.experiments.designs import BEST
-from vqkv.study.experiments.entropy import code_entropy
-from vqkv.study.experiments.facts import retrieval
-from vqkv.study.experiments.finetuning import finetuning, given_back
-from vqkv.study.experiments.frontier import design_search, frontier
-from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
+from vqkv.study.experiments.facts import finetuning, given_back, retrieval
+from vqkv.study.experiments.frontier import chosen_settings, design_search, frontier, tuning
 from vqkv.study.experiments.injected import injected
-from vqkv.study.experiments.ladder import eviction, tier_ladder
-from vqkv.study.experiments.learning import codebook_learning
+from vqkv.study.experiments.ladder import code_entropy, eviction, tier_ladder
+from vqkv.study.experiments.learning import against_own, calibration_text, codebook_learning
 from vqkv.study.experiments.overview import contents, findings, frontier_rows
 from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
@@ -33,9 +26,14 @@ from vqkv.study.experiments.predictors import (
     predictor_ablation,
     predictor_choices,
 )
-from vqkv.study.experiments.product_codes import gaps, product_against_residual
-from vqkv.study.experiments.quantized_cache import first_difference, greedy_text, residual_lengths
-from vqkv.study.experiments.residual_vq import gaussian_depth, group_sizes, grouping, residual_depth
+from vqkv.study.experiments.residual_vq import (
+    gaps,
+    gaussian_depth,
+    group_sizes,
+    grouping,
+    product_against_residual,
+    residual_depth,
+)
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.rule import (
     against_best,
@@ -46,8 +44,13 @@ from vqkv.study.experiments.rule import (
     searched_systems,
     share_of_bits,
 )
-from vqkv.study.experiments.sequences import modes, sequence_damage
-from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
-from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
-from vqkv.study.experiments.tuning import chosen_settings, tuning
+from vqkv.study.experiments.speed import (
+    against_ours,
+    first_difference,
+    greedy_text,
+    read_in_place,
+    residual_lengths,
+    trade,
+)
+from vqkv.study.experiments.thresholds import claimed_sweep, modes, sequence_damage, threshold_sweep
 from vqkv.study.subject import Subject

@@ -31,24 +31,17 @@ COPY_FROM = 16  # tokens of a passage after which a model can know which comes a
 
 
 def bare(preset: Preset) -> Preset:
-    """The preset without sinks, recent window and a flush block beyond its codec's."""
+    """Return the preset without sinks, recent window and a flush block beyond its codec's."""
     return dataclasses.replace(preset, sink_tokens=0, recent_window=0, block_tokens=1)
 
 
-def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
-    """The key codecs of one calibrated compressor with the value codecs of another, named and set as ``like``."""
-    pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
-    return Compressor(like.name, pairs, like.settings, like.model)
-
-
 def exact_compressor(subject: Subject) -> Compressor:
-    """A compressor that stores everything in 16 bits."""
+    """Return a compressor that stores everything in 16 bits."""
     return calibrate(subject.model, subject.train[:1], presets.fp16(), progress=False)
 
 
 def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, Any]:
-    """Return ``evaluate``'s row of the held-out text, or of other ``tokens``, with ``ppl_increase`` (%) and
-    ``kl_each``."""
+    """Return ``evaluate``'s row of the held-out text or ``tokens``, with ``ppl_increase`` (%) and ``kl_each``."""
     tokens = subject.test if tokens is None else tokens
     row = evaluate(subject.model, compressor, tokens, per_sequence=True, exact=subject.exact, **read)
     each = {"kl_each": " ".join(f"{kl:.5g}" for kl in row["kl_each"])}
@@ -59,8 +52,7 @@ def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, 
 def facts_answered(
     subject: Subject, compressor, num_facts: int, text_len: int, num_seqs: int, seed: int | None = None
 ) -> dict[str, float]:
-    """Ask for facts in ``num_seqs`` texts of ``text_len`` tokens: shares answered, ``_exact`` too, and ``facts_lost``
-    in points with its 95% interval over texts."""
+    """Ask for facts in texts: shares answered, ``_exact`` too, and points ``facts_lost`` with its 95% interval."""
     seed = subject.seed if seed is None else seed
     text = subject.text("test", [num_seqs, text_len], seed)
     batch = facts_batch(subject.tokenizer, num_facts, text, text_len, seed)
@@ -74,9 +66,8 @@ def facts_answered(
 
 @torch.no_grad()
 def answered(model, compressor, batch: FactsBatch) -> torch.Tensor:
-    """Which questions of ``batch`` the model answers with every token right, bool (n, num_facts): what greedy
-    generation would say after the same conversation. The text is one prefill; the questions read it as ``compressor``
-    stores it, or exactly if that is None."""
+    """Say which questions of ``batch`` greedy generation would answer with every token right, bool (n, num_facts). The
+    text is one prefill; the questions read it as ``compressor`` stores it, or exactly if that is None."""
     model, right = evaluating(model), []
     for tokens, question in zip(batch.tokens.to(model.device), batch.question):
         asked = (question > 0).nonzero().flatten().to(tokens.device)
@@ -92,7 +83,7 @@ def answered(model, compressor, batch: FactsBatch) -> torch.Tensor:
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
-    """A table whose ``attrs`` carry the sources."""
+    """Return a table whose ``attrs`` carry the sources."""
     table = pd.DataFrame(rows)
     table.attrs["sources"] = dict(sources)
     return table
@@ -104,7 +95,7 @@ def bits_with_side(row: dict, about: dict, tokens: int, exact_tokens: float = 0)
     return bits + (16 - bits) * exact_tokens / tokens + 8 * row["side_bytes"] / (tokens * values)
 
 
-def tokens_kept_exact(compressor) -> float:
+def exact_tokens(compressor) -> float:
     """Return tokens that caches keep in 16 bits on average: sinks, window, and what waits for a block to fill."""
     settings = compressor.settings
     block = math.lcm(settings.block_tokens, compressor.block_tokens)

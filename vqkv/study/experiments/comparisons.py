@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
 
 from vqkv.study.experiments.frontier import BROKEN_KL, SMALLEST_KL
 
@@ -25,7 +24,7 @@ def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]
 
 
 def family(system: str) -> str:
-    """A system's name without its numbers: what rates of one system share."""
+    """Return a system's name without its numbers: what rates of one system share."""
     return re.sub(r" ?[0-9][0-9.x+]*", "", system)
 
 
@@ -39,9 +38,8 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     ``BROKEN_KL`` nats. NaN and "no rate" where no design has so few bits.
     """
     rows = []
-    for (model, system, nominal), theirs in table[table["system"].isin(systems)].groupby(
-        ["model", "system", "nominal_bits"], sort=False
-    ):
+    judged = table[table["system"].isin(systems)]
+    for (model, system, nominal), theirs in judged.groupby(["model", "system", "nominal_bits"], sort=False):
         at, their_kl = theirs[bits].mean(), windows(theirs)
         mine = table[table["model"] == model]
         rated = ((name, _interpolated(mine[mine["system"] == name], bits, at)) for name in designs)
@@ -96,7 +94,7 @@ def _draws(sizes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def with_families(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the ``family`` of each system."""
+    """Return the table with the ``family`` of each system."""
     return table.assign(family=table["system"].map(family))
 
 
@@ -131,9 +129,8 @@ def proxy_correlations(
     table = table.assign(unexplained=1 - table["evr"])
     mean = table.groupby(["model", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()
     correlations = []
-    for (band, (least, most)), (model, mine), task in itertools.product(
-        bands.items(), mean.groupby("model", sort=False), tasks
-    ):
+    models = mean.groupby("model", sort=False)
+    for (band, (least, most)), (model, mine), task in itertools.product(bands.items(), models, tasks):
         mine = mine[mine["bits_per_value"].between(least, most)]
         lost = (mine[f"{task}_exact"] - mine[task]).round(9)
         for proxy in proxies:
@@ -149,12 +146,10 @@ def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
     drawn = _spearman(pairs[:, rng.integers(pairs.shape[1], size=(DRAWS, pairs.shape[1]))])
     drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else np.array([math.nan])
     low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
-    return {"correlation": _spearman(pairs), "low": low, "high": high}
+    return {"correlation": _spearman(pairs[:, None]).item(), "low": low, "high": high}
 
 
 def _spearman(pairs: np.ndarray) -> np.ndarray:
-    """(2, ..., values) -> (...): the correlation of ranks, NaN where one has no two values."""
-    ranks = rankdata(pairs, axis=-1)
-    ranks -= ranks.mean(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        return ranks.prod(0).sum(-1) / np.sqrt((ranks**2).sum(-1).prod(0))
+    """Correlate ranks (2, draws, values) to (draws,), NaN where one has no two values."""
+    ours, theirs = (pd.DataFrame(each.T).rank() for each in pairs)
+    return ours.corrwith(theirs).to_numpy()

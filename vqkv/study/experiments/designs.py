@@ -92,9 +92,8 @@ def every() -> dict[str, dict]:
     arguments_of = factorial()
     for quantizer in TRANSFORM_CODERS:
         shared: dict[str, Any] = {"quantizer": quantizer, "rotation": "fisher_pca"}
-        arguments_of |= {
-            f"{quantizer}, fisher_pca, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
-        }
+        for rank in RANKS:
+            arguments_of[f"{quantizer}, fisher_pca, joint, rank {rank}"] = shared | {"joint": True, "rank": rank}
         shared |= {"predicted": True, "mixed": True}
         for bits, merged in itertools.product((4, 8), (True, False)):
             label = f"{quantizer}, fisher_pca, predicted in {bits} bits, mixed" + ", by head" * (not merged)

@@ -86,7 +86,7 @@ def largest_magnitude(subject: Subject, size: float):
 
 
 def _loud(model) -> torch.Tensor:
-    """(num_layers, num_kv_heads): one head of each layer, in turn."""
+    """Return (num_layers, num_kv_heads): one head of each layer, in turn."""
     layers = kv_layers(model)
     return torch.arange(layers[0].num_kv_heads) == torch.arange(len(layers))[:, None] % layers[0].num_kv_heads
 
@@ -160,7 +160,10 @@ def injected(subject: Subject, phenomenon: str, size: float, system: str, codebo
     damage = token_kl(subject.exact(subject.test)[0], changed.exact(subject.test)[0]).mean().item()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        compressor = _fitted(changed, PHENOMENA[phenomenon][1](codebook_size, subject.seed)[system])
+        compressor = PHENOMENA[phenomenon][1](codebook_size, subject.seed)[system]
+        if isinstance(compressor, presets.Preset):  # other people's caches stay as they are
+            preset = dataclasses.replace(bare(compressor), sink_tokens=4)
+            compressor = changed.calibrated(preset, changed.train_size[0])
     row = by_window(changed, compressor, chunk_size=chunk_size, reconstruction=False)
     label = {"model": subject.name, "phenomenon": phenomenon, "size": size, "system": system}
     label |= {"seed": subject.seed} | {name: row[name] for name in MEASURED} | {"injection_kl": damage}
@@ -169,18 +172,9 @@ def injected(subject: Subject, phenomenon: str, size: float, system: str, codebo
     return label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan))
 
 
-def _fitted(subject: Subject, preset):
-    """With four sinks; other people's caches as they are."""
-    if not isinstance(preset, presets.Preset):
-        return preset
-    preset = dataclasses.replace(bare(preset), sink_tokens=4)
-    return subject.calibrated(preset, subject.train_size[0])
-
-
 def by_head(subject: Subject, compressor) -> dict[str, float]:
-    """Relative squared error of the quiet heads (mean over layers and roles), the codes that they use at all and in
-    effect (2 to the entropy; means over heads, NaN where blocks may stay exact), and the largest error of a value in
-    shares of its head's maximum in the keyframe."""
+    """Measure the quiet heads' relative squared error, the codes that they use at all and in effect (2 to the entropy;
+    NaN where blocks may stay exact), and the largest error of a value over its head's maximum in the keyframe."""
     keys, values = subject.exact.keys_and_values(subject.test, pre_rope=compressor.settings.pre_rope)
     loud, rows = _loud(subject.model), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):

@@ -1,6 +1,7 @@
-"""Notebook 05: the VQ quality framework's tiers as files, and eviction with them."""
+"""Notebook 05: the VQ quality framework's tiers as files, eviction with them, and its codes entropy-coded."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,9 @@ def _with_evicted(rows: list[dict]) -> list[dict]:
 def tier_ladder(
     subject: Subject, tier: str, steps: int, interval: int, retain: float, recent: float, codebook_size: int
 ) -> dict:
-    """Write each tier as a snapshot stream, a token a step, and go on from the last state but one, which has most
-    deltas.
+    """Write each tier as a snapshot stream, a token a step, and go on from the last state but one: a row per tier.
 
-    A row per tier. Ratios of a file, without codebooks, to every snapshot in fp32 and to the live fp16 cache at the
-    end.
+    Ratios of a file, without codebooks, to every snapshot in fp32 and to the live fp16 cache at the end.
     """
     live = _live(subject=subject, steps=steps)
     if tier == EVICTED:
@@ -72,13 +71,11 @@ def _evicted(subject: Subject, live, interval: int, retain: float, recent: float
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
-    complete, evicted = (
-        Stream(_one_keyframe(live, last, index), "fp32", "exact", 1).report() for index in (None, kept)
-    )
+    streams = (Stream(_one_keyframe(live, last, index), "fp32", "exact", 1) for index in (None, kept))
+    complete, evicted = (stream.report()["keyframe_bytes"] for stream in streams)
     settings = {"prompt_len": steps, "batch_size": len(tokens), "reconstruction": False, "exact": subject.exact}
     row = evaluate(subject.model, H2O(exact_compressor(subject), retain, recent), tokens, "snapshot", **settings)
-    saved = {"saved_bytes": complete["keyframe_bytes"] - evicted["keyframe_bytes"]}
-    return saved | {name: row[name] for name in DAMAGE}
+    return {"saved_bytes": complete - evicted} | {name: row[name] for name in DAMAGE}
 
 
 def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
@@ -127,3 +124,40 @@ def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
         return heavy_hitters(drawn.to(scores.device), *shares, **counts)
 
     return choose
+
+
+def _codecs(codebook_size: int, num_quantizers: int, seed: int = 0) -> dict[str, presets.Preset]:
+    shared = {"codebook_size": codebook_size, "seed": seed}
+    return {
+        "VQ of 8 values": presets.vq(8, **shared),
+        "2 residual stages of 8 values": presets.rvq2(**shared),
+        "residual VQ": presets.vqllm(num_quantizers, **shared),
+    }
+
+
+@experiment(lambda codebook_size, num_quantizers: product(codec=_codecs(codebook_size, num_quantizers)))
+def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizers: int) -> list[dict]:
+    """Measure bits a value of held-out codes, packed and by rANS: a row per codec and role, means over layers.
+
+    ``by_stage``: with a table for each stage. ``by_place``: one for each place in a token, which are ``table_bytes``.
+    """
+    preset, rows = _codecs(codebook_size, num_quantizers, subject.seed)[codec], []
+    coded = [subject.calibrated(presets.entropy_coded(preset, context=context)) for context in ("stage", "position")]
+    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope or 0)
+    for i, role in enumerate(("key", "value")):
+        codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
+        by_layer = zip(codecs[0], codecs[1], roles[i], strict=True)
+        layers = [_layer(stage, position, x.float()) for stage, position, x in by_layer]
+        means = {name: statistics.mean(layer[name] for layer in layers) for name in layers[0]}
+        rows.append({"model": subject.name, "codec": codec, "role": role} | means)
+    return rows
+
+
+def _layer(by_stage, by_place, x) -> dict[str, float]:
+    """Return bits a value of the codes by way of coding them."""
+    inner = by_place.quantizer.quantizer
+    bits = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
+    for name, codec in (("by_stage", by_stage), ("by_place", by_place)):
+        payload = codec.encode(x)
+        bits[name] = 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
+    return bits | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}

@@ -18,8 +18,7 @@ def contents() -> dict[str, str]:
 
 
 def findings(tables: dict[str, str]) -> pd.DataFrame:
-    """Make the table of the study's findings from ``tables`` (of ``contents``): ``least`` and ``most`` of each one's
-    cases."""
+    """List the study's findings from ``tables`` (of ``contents``), with ``least`` and ``most`` of each one's cases."""
     latency, frontier, claims = map(stored_table, READ)
     seen, model, ranges = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():
@@ -33,9 +32,8 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
         "AQUA-KV, 2-2.5 bits": predicted & two_bits,
         "best-long at 0.9 bits": (system == "best-long") & (frontier["nominal_bits"] == 0.9),
     }
-    ranges += [
-        (f"facts lost, {name}", model, frontier.loc[kind, "facts_lost"], "points", "11") for name, kind in kinds.items()
-    ]
+    lost = frontier["facts_lost"]
+    ranges += [(f"facts lost, {name}", model, lost[kind], "points", "11") for name, kind in kinds.items()]
     counted = claims[claims["claim"] == "... predictors counted, one sequence of 8K"]["recomputed"]
     ranges.append(("AQUA-KV's 2.16 bits, predictors counted, at 8K", "", counted, "bits", "12"))
     tokens = latency["context"].max()

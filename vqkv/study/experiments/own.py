@@ -14,7 +14,7 @@ import pandas as pd
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.runtime.files import cache_folder
-from vqkv.study.experiments.common import bare, by_window, tokens_kept_exact
+from vqkv.study.experiments.common import bare, by_window, exact_tokens
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
@@ -36,11 +36,8 @@ def _cases(
     subject: Subject, models: list[str], seeds: list[int], preset: str, bits: list[int], beside: list[str]
 ) -> list[dict]:
     systems = [*((preset, each) for each in bits), *((label, 0) for label in beside)]
-    return [
-        {"subject": each, "system": system, "bits": rate}
-        for each in subject.each(name=models, seed=seeds)
-        for system, rate in systems
-    ]
+    subjects = subject.each(name=models, seed=seeds)
+    return [{"subject": each, "system": system, "bits": rate} for each in subjects for system, rate in systems]
 
 
 @experiment(_cases)
@@ -51,11 +48,16 @@ def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_t
     """
     if bits:
         preset = getattr(imported(definition), system)(bits)
-        compressor = _reloaded(fitted(dataclasses.replace(bare(preset), sink_tokens=sink_tokens), subject))
+        made = fitted(dataclasses.replace(bare(preset), sink_tokens=sink_tokens), subject)
+        with tempfile.TemporaryDirectory() as folder:
+            made.save_pretrained(folder)
+            compressor = Compressor.from_pretrained(folder)
+        if compressor.fingerprint != made.fingerprint:
+            raise DataError(f"{made.name} is another one after save and load: what it learns must be buffers")
     else:
         compressor = fitted(published({}, sink_tokens, subject.seed)[system], subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
-    totals = total_bits(row, subject.about, tokens_kept_exact(compressor))
+    totals = total_bits(row, subject.about, exact_tokens(compressor))
     columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
     label = {"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits}
     return label | {name: row[name] for name in columns} | totals
@@ -68,15 +70,6 @@ def imported(definition: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return import_module(path.stem)
-
-
-def _reloaded(compressor: Compressor) -> Compressor:
-    with tempfile.TemporaryDirectory() as folder:
-        compressor.save_pretrained(folder)
-        loaded = Compressor.from_pretrained(folder)
-    if loaded.fingerprint != compressor.fingerprint:
-        raise DataError(f"{compressor.name} is another one after save and load: what it learns must be buffers")
-    return loaded
 
 
 def neighbours(table: pd.DataFrame, system: str, bits: str, within: float) -> pd.DataFrame:

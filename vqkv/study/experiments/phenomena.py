@@ -7,11 +7,14 @@ import torch
 from vqkv.errors import DataError
 from vqkv.evaluation.exact import DTYPES, floor_kl
 from vqkv.models.capture import capture
+from vqkv.models.layers import kv_layers
 from vqkv.models.load import kv_width
 from vqkv.models.rope import rotates
 from vqkv.study.experiments import probes
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
+
+STRENGTH = 1e-3  # of AQUA-KV's ridge
 
 
 @experiment()
@@ -36,7 +39,7 @@ def magnitudes(subject: Subject) -> list[dict]:
 
 @experiment()
 def phenomena(subject: Subject) -> list[dict]:
-    """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
+    """Return what a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
     model, tokens = subject.model, subject.test
     strength, uniform = probes.sink_strength(model, tokens), [1 / i for i in range(17, tokens.shape[1] + 1)]
     value_of = {
@@ -48,7 +51,12 @@ def phenomena(subject: Subject) -> list[dict]:
         ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
         value_of[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
         value_of[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
-    evr = probes.interlayer_evr(model, subject.train, tokens)
+    predictors = {"key": probes.Probe("K", "K-1"), "value": probes.Probe("V", "V-1+K")}  # AQUA-KV's, on exact inputs
+    sums, judged = (probes.probe_sums(model, x, [*predictors.values()], skip=0) for x in (subject.train, tokens))
+    evr = {
+        role: [row["evr"] for row in probes.explained_variance(sums, judged, [probe], len(kv_layers(model)), STRENGTH)]
+        for role, probe in predictors.items()
+    }
     value_of["hidden size"] = model.config.get_text_config().hidden_size
     value_of["KV width"] = kv_width(subject.about)
     value_of["EVR of K from K of the layer before"] = statistics.mean(evr["key"])

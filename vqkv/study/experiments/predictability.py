@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from vqkv import presets
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.gram import Gram
-from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.experiments.probes import Gram, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
@@ -60,7 +59,11 @@ def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[
     target itself nothing is fitted: what the quantizer alone explains.
     """
     inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
-    probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
+    ends = {form: form and f"~{form}" for form in inputs}
+    probes = {
+        form: [Probe(target, plain.replace("+", f"{end}+") + end) for target, plain in QUANTISED]
+        for form, end in ends.items()
+    }
     alone = {form: [Probe(role, f"{role}~{form}") for role in "KV"] for form in inputs if form}
     every = [probe for group in (*probes.values(), *alone.values()) for probe in group]
     forms = {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}
@@ -94,10 +97,6 @@ def catalogue(reach: int) -> dict[str, list[Probe]]:
             groups.setdefault(group, []).extend(Probe(own, source) for source in dict.fromkeys(sources))
     groups["shuffled"] = [Probe("K~shuffled", "K-1"), Probe("V~shuffled", "V-1+K")]
     return groups
-
-
-def _in_form(sources: str, form: str) -> str:
-    return "+".join(f"{source}~{form}" if form else source for source in sources.split("+"))
 
 
 def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:

@@ -74,23 +74,18 @@ def _table(
         "sinks": {"aqua higgs 2, no sinks": aqua()},
         "RoPE": {"aqua higgs 2, after RoPE": aqua(pre_rope=False)},
     }
-    return {
-        block: {
-            label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens if block != "sinks" else 0)
-            for label, preset in rows.items()
-        }
-        for block, rows in blocks.items()
-    }
+    for block, rows in blocks.items():
+        sinks = sink_tokens if block != "sinks" else 0
+        blocks[block] = {label: dataclasses.replace(bare(each), sink_tokens=sinks) for label, each in rows.items()}
+    return blocks
 
 
 def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     """Return columns of ``predictor_ablation``; NaN where plain HIGGS is better, or nothing is saved."""
-    plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
-    needed = np.interp(
-        math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
-    )
+    kl, bits = zip(*sorted((math.log(r["kl_mean"]), r["bits_per_value"]) for r in rows if r["label"] in WITHOUT))
+    at = math.log(row["kl_mean"])
+    needed, worse = np.interp(at, kl, bits), at > kl[-1]
     saved, values = needed - row["bits_per_value"], 2 * num_layers * row["width"]
-    worse = row["kl_mean"] > plain[-1]["kl_mean"]
     pays = row["predicted"] and saved > 0 and not worse
     return {
         "plain_bits": float("nan") if worse else float(needed),
@@ -149,7 +144,7 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
 
 
 def _restored(exact: dict, compressor) -> dict:
-    """Keys and values by role and layer, as they are read back."""
+    """Return keys and values by role and layer, as they are read back."""
     restored: dict = {}
     reconstructions = compressor.new_pass()
     for layer in range(len(compressor.codecs)):
@@ -164,7 +159,7 @@ def _error(x, x_hat) -> float:
 
 
 def _with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows with the ratio to the system that each is compared with."""
+    """Return the rows with the ratio to the system that each is compared with."""
     kl_of = {row["label"]: row["kl_each"].split() for row in rows}
     for row in rows:
         baseline = BASELINE.get(row["label"], "none")

@@ -1,22 +1,23 @@
-"""Published phenomena measured on a model: outlier channels, attention sinks, EVR between layers."""
+"""Published phenomena measured on a model: outlier channels, attention sinks, EVR between any of its parts."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vqkv.codecs.predictive import side_by_side
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
-from vqkv.study.experiments.gram import Gram
 from vqkv.study.metrics import bits_saved
 
-AQUA_STRENGTH = 1e-3  # of its ridge
+Name = Hashable  # what a block of features, (samples, width), is called
 PART = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
@@ -66,7 +67,7 @@ class Probe:
     sources: str
 
     def blocks(self, layer: int) -> tuple[list[Block], Block]:
-        """Sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
+        """Return sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
         return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
 
     def exists(self, layer: int) -> bool:
@@ -74,11 +75,76 @@ class Probe:
         return min(block.layer for block in self.blocks(layer)[0]) >= 0
 
 
+class Gram:
+    """Counts, sums and sums of products a'b over samples, for the pairs of blocks that the regressions to come need.
+    From the sums of some samples follow the coefficients of every regression among the blocks (``solve``), and from
+    those of other samples how well they predict there (``explained``): no sample is kept or seen twice."""
+
+    def __init__(self, regressions: Iterable[tuple[Sequence[Name], Name]]):
+        self.count = 0
+        self.sums: dict[Name, Tensor] = {}
+        self.products: dict[tuple[Name, Name], Tensor] = {}
+        self._partners: dict[Name, list[Name]] = {}  # of each block, those whose products with it are needed
+        for sources, target in regressions:
+            for a, b in [*itertools.product(sources, [*sources, target]), (target, target)]:
+                if b not in self._partners.get(a, []) and a not in self._partners.get(b, []):
+                    self._partners.setdefault(a, []).append(b)
+
+    def accumulate(self, block: Callable[[Name], Tensor]) -> None:
+        """Add samples: ``block(name)`` gives (samples, width). Raises ``DataError`` for NaN or infinity."""
+        for first, partners in self._partners.items():
+            x = block(first).double()
+            self.sums[first] = self.sums.get(first, 0) + x.sum(dim=0)
+            for second in partners:
+                product = x.T @ (x if second == first else block(second).double())
+                self.products[first, second] = self.products.get((first, second), 0) + product
+        if bad := [name for name, total in self.sums.items() if not total.isfinite().all()]:
+            raise DataError(f"block {bad[0]} holds NaN or infinity: check the model's weights and dtype")
+        self.count += len(x)
+
+    def mean(self, name: Name) -> Tensor:
+        """Return the block's mean (width,)."""
+        return self.sums[name] / self.count
+
+    def moment(self, a: Name, b: Name) -> Tensor:
+        """Return the mean of a'b, not centred: (width of a, width of b)."""
+        return (self.products[b, a].T if (b, a) in self.products else self.products[a, b]) / self.count
+
+    def covariance(self, rows: Sequence[Name], columns: Sequence[Name]) -> Tensor:
+        """Return covariances of the blocks ``rows``, side by side, with ``columns``."""
+        means = {name: self.mean(name) for name in {*rows, *columns}}
+        parts = [[self.moment(a, b) - means[a].outer(means[b]) for b in columns] for a in rows]
+        return torch.cat([torch.cat(row, dim=1) for row in parts])
+
+    def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
+        """Return coefficients W of ``target`` ~ ``sources`` W + bias, ``Ridge``'s penalty; or raise ``DataError``."""
+        squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
+        penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
+        within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])
+        weights, failed = torch.linalg.solve_ex(within, cross)
+        if failed or not weights.isfinite().all():
+            raise DataError(
+                f"sources {', '.join(map(str, sources))} are zero or depend on each other at strength {strength:g}: "
+                "leave some out, give a larger strength, or more samples"
+            )
+        return weights
+
+    def explained(self, weights: Tensor, sources: Sequence[Name], target: Name) -> float:
+        """EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave."""
+        variance = self.covariance([target], [target]).diagonal().sum().item()
+        cross, within = self.covariance(sources, [target]), self.covariance(sources, sources)
+        return (weights * (2 * cross - within @ weights)).sum().item() / variance
+
+    def mean_share(self, name: Name, mean: Tensor) -> float:
+        """The part of these samples' mean square that a constant (width,) explains, 1 - E|y - mean|^2 / E|y|^2."""
+        return (mean @ (2 * self.mean(name) - mean)).item() / self.moment(name, name).diagonal().sum().item()
+
+
 def probe_sums(
     model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, pre_rope: int = True,
     forms: dict[str, Form] | None = None,
 ) -> Gram:  # fmt: skip
-    """Sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
+    """Return sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
 
     Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
     more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at
@@ -98,8 +164,7 @@ def probe_sums(
 
 
 def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
-    """Fit on ``train`` and judge on ``test``: a row per probe and layer with held-out EVR and the ``bits`` that it
-    saves.
+    """Fit on ``train``, judge on ``test``: a row per probe and layer with held-out EVR and the ``bits`` that it saves.
 
     ``mean_share``: how much of the target's mean square its training mean explains. ``strength``: of the ridge.
     """
@@ -113,15 +178,6 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
             row |= {"train_tokens": train.count, "evr": evr, "bits": bits_saved(evr)}
             rows.append(row | {"mean_share": test.mean_share(target, train.mean(target))})
     return rows
-
-
-def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Measure held-out EVR of AQUA-KV's predictors on exact inputs: K from K-1, V from [V-1; K], by layer from 1."""
-    probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
-    sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
-    settings = len(kv_layers(model)), AQUA_STRENGTH
-    rows_of = {role: explained_variance(sums, judged, [probe], *settings) for role, probe in probes.items()}
-    return {role: [row["evr"] for row in rows] for role, rows in rows_of.items()}
 
 
 def shuffled(seed: int) -> Form:

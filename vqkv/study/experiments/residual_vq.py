@@ -1,21 +1,24 @@
-"""Notebook 03: residual VQ: what is quantised, which channels share a code, how many, which groups share codebooks, and
-how deep, large and wide the search is."""
+"""Notebook 03: residual VQ: what is quantised, which channels share a code, how many, which groups share codebooks, how
+deep, large and wide the search is, and product codes next to two residual stages (VQ quality framework, section 6)."""
 
 import dataclasses
 import itertools
 
+import pandas as pd
 import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.layout import MergeHeads
+from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.stage import codec_from_config
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.evaluation.evaluate import reconstruction_error
-from vqkv.study.experiments.common import bits_with_side, by_window, exact_compressor, facts_answered, paired
+from vqkv.models.capture import capture
+from vqkv.study.experiments.common import bits_with_side, by_window, exact_compressor, facts_answered
 from vqkv.study.metrics import relative_mse
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -42,7 +45,9 @@ def grouping(subject: Subject, label: str, quantizer: dict, facts: dict[str, int
     exact = exact_compressor(subject)
     key = _fitted(subject=subject, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else exact
     value = _fitted(subject=subject, quantizer=quantizer, key_grouping=None) if values else exact
-    compressor = paired(key, value, like=key if key_grouping else value)
+    codecs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
+    like = key if key_grouping else value
+    compressor = Compressor(like.name, codecs, like.settings, like.model)
     row = by_window(subject, compressor, chunk_size=chunk_size)
     row |= facts_answered(subject, compressor, **facts, seed=0) if facts else {}
     return {"model": subject.name, "quantised": label, "seed": subject.seed} | row
@@ -127,8 +132,7 @@ def residual_depth(
     subject: Subject, codebook_size: int, num_quantizers: int, depths: list[int], group_size: int,
     kmeans_iterations: int, facts: dict, chunk_size: int,
 ) -> dict:  # fmt: skip
-    """Measure Table 2's question on both roles, a row per codebook size and depth; ``facts``: of ``facts_answered``, or
-    {}.
+    """Measure Table 2's question on both roles: a row per codebook size and depth.
 
     Codebooks are learned once per size: a shallower quantizer is the first stages of the deepest.
     """
@@ -142,7 +146,7 @@ def residual_depth(
 
 
 def first_stages(subject: Subject, num_quantizers: int, deepest: dict, batch_size: int = 8) -> Compressor:
-    """The first stages of residual VQ with the settings ``deepest``, which is fitted once in a process."""
+    """Return the first stages of residual VQ with the settings ``deepest``, which is fitted once in a process."""
     return shallower(_deepest(subject=subject, quantizer=deepest, batch_size=batch_size), num_quantizers)
 
 
@@ -163,3 +167,65 @@ def recut(codec: Codec, num_quantizers: int, beam: int = 1) -> Codec:
     config["quantizer"] |= {"num_quantizers": num_quantizers, "beam": beam}
     state["quantizer.codebooks"] = state["quantizer.codebooks"][:num_quantizers].clone()
     return codec_from_config(config, state)
+
+
+BLOCK = 8  # values
+WHITE, ROLES = "white Gaussian", ("keys", "values")
+
+
+@experiment(lambda subject, seeds: product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds)))
+def product_against_residual(
+    subject: Subject, data: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int, seq_len: int
+) -> list[dict]:
+    """Store blocks of 8 values as two codes, of 4 values each or in two stages: held-out MSE at equal bits.
+
+    Of white Gaussian vectors, and of a middle layer's keys and values. A row per data, size, method and seed.
+    """
+    generator, counts = torch.Generator().manual_seed(subject.seed), {"train": vectors, "test": held_out}
+    if data == WHITE:
+        parts = [torch.randn(count, BLOCK, generator=generator) for count in counts.values()]
+    else:
+        blocks = _blocks(subject=subject.changed(seed=0), role=data, counts=counts, seq_len=seq_len)
+        shuffled = ((x[torch.randperm(len(x), generator=generator)], n) for x, n in zip(blocks, counts.values()))
+        parts = [x[:count] for x, count in shuffled]
+    rows, named = [], data if data == WHITE else f"{subject.name} {data}"
+    for size in codebook_sizes:
+        for method, error in (("product", _product), ("residual", _residual)):
+            mse = error(parts[0], parts[1], KMeans(size, iterations, subject.seed)) / parts[1].square().sum().item()
+            rows.append({"data": named, "seed": subject.seed, "codebook_size": size, "method": method, "mse": mse})
+    return rows
+
+
+@per_process(maxsize=1)
+def _blocks(subject: Subject, role: str, counts: dict[str, int], seq_len: int) -> list[torch.Tensor]:
+    """Return blocks of the calibration text and of the held-out text, at least so many of each."""
+    parts = []
+    for split, count in counts.items():
+        tokens = subject.text(split, [-(-count // seq_len), seq_len], subject.seed)
+        layers = capture(subject.model, tokens, pre_rope=False)[ROLES.index(role)]
+        x = layers[len(layers) // 2].float()
+        parts.append((x / x.abs().amax(dim=(2, 3), keepdim=True)).reshape(-1, BLOCK))
+    return parts
+
+
+def _left(train: torch.Tensor, test: torch.Tensor, kmeans: KMeans) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the nearest codes, learned on the first, leave of both."""
+    codebook = kmeans.fit(train)
+    return train - codebook[kmeans.assign(train)], test - codebook[kmeans.assign(test)]
+
+
+def _residual(train, test, kmeans: KMeans) -> float:
+    train, test = _left(train, test, kmeans)
+    return _left(train, test, kmeans)[1].square().sum().item()
+
+
+def _product(train, test, kmeans: KMeans) -> float:
+    halves = zip(*(x.split(BLOCK // 2, dim=1) for x in (train, test)), strict=True)
+    return sum(_left(x.contiguous(), y.contiguous(), kmeans)[1].square().sum().item() for x, y in halves)
+
+
+def gaps(table: pd.DataFrame) -> pd.DataFrame:
+    """Return product codes' error over that of residual stages, by data and size: mean, least and most of seeds."""
+    wide = table.pivot_table(index=["data", "codebook_size", "seed"], columns="method", values="mse", sort=False)
+    gap = (wide["product"] / wide["residual"]).rename("gap")
+    return gap.groupby(level=["data", "codebook_size"], sort=False).agg(["mean", "min", "max"]).reset_index()

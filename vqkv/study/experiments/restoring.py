@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 import torch
+from torch.utils.benchmark.utils.common import set_torch_threads as num_threads
 from tqdm import tqdm
 
 from vqkv.cache.compressed import CompressedCache
@@ -15,9 +16,8 @@ from vqkv.evaluation.evaluate import bootstrap_interval
 from vqkv.models.metrics import token_kl
 from vqkv.study.bench.caches import EVERYTHING, KeepingDecoded, Uncompressed, chosen
 from vqkv.study.bench.generation import Generation
-from vqkv.study.bench.timing import num_threads
 from vqkv.study.experiments.common import COPY_FROM, frame
-from vqkv.study.experiments.quantized_cache import fitted_contender
+from vqkv.study.experiments.speed import fitted_contender
 from vqkv.study.provenance import device_name
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -30,11 +30,9 @@ FP16 = "fp16 file"
 def restoring_times(
     subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
 ) -> pd.DataFrame:
-    """Save, restore and go on after prompts of ``lengths`` tokens: a row per length and way, a file of 16 bits among
-    them.
+    """Save, restore and go on after prompts of ``lengths`` tokens, in 16 bits too: a row per length and way.
 
-    Medians of ``rounds`` in milliseconds, files in memory: ``ready_ms``, until the cache and the next token are there;
-    ``again_ms``, prompt and token computed again.
+    Medians of ``rounds``, files in memory: ``ready_ms``, until cache and next token are there; ``again_ms``, computed.
     """
     with num_threads(threads), TemporaryDirectory() as folder:
         tokens = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
@@ -102,15 +100,12 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
 
 @experiment(lambda systems: product(system=chosen(systems)))
 def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
-    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL of 63 tokens, passages copied; a row a
-    system.
+    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL, passages copied; a row a system.
 
     ``same``: every logit has the bits that a cache never saved gives.
     """
-    compressor, subject = (
-        _fitted(subject, [system])[system],
-        subject.changed(test_size=[num_seqs, prompt_len + GOES_ON]),
-    )
+    compressor = _fitted(subject, [system])[system]
+    subject = subject.changed(test_size=[num_seqs, prompt_len + GOES_ON])
     text, middle = subject.test.to(subject.model.device), (prompt_len - GOES_ON) // 2
     passage = torch.cat([text[:, :prompt_len], text[:, middle : middle + GOES_ON]], 1)
     exact, logits, same = _gone_on(subject, compressor, text, prompt_len)
@@ -168,7 +163,8 @@ def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> l
             back.cache = new_cache() if cache is None else cache
             back.feed(prompt[:, restored:])
             ready = back.now()
-            answer, stayed = _answer(back, answered), _answer(stays, answered, piece)
+            stays.feed(piece)
+            answer, stayed = back.answer(answered), stays.answer(answered)
             before = torch.cat([prompt, answer], 1)
             prompts.save(before, back.cache)
             size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
@@ -177,14 +173,3 @@ def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> l
                 "again_ms": again.prefill(prompt), "folder_bytes": size, "same": answer.equal(stayed),
             })  # fmt: skip
     return rows
-
-
-def _answer(going: Generation, count: int, piece: torch.Tensor | None = None) -> torch.Tensor:
-    """The next ``count`` tokens (1, count), chosen greedily, after ``piece`` if there is one; the cache holds them."""
-    if piece is not None:
-        going.feed(piece)
-    tokens = []
-    for _ in range(count):
-        tokens.append(going.last)
-        going.step()
-    return torch.cat(tokens, 1)

@@ -57,8 +57,8 @@ def cache_shape(model: str) -> Shape:
 
 
 def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd.Series:
-    """Tokens from which on the design ``heavy`` takes no more bits than ``light``, whose side information is smaller,
-    at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
+    """Return tokens from which on the design ``heavy`` takes no more bits than ``light``, whose side information is
+    smaller, at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
     mine, other = (searched[searched["system"] == name].sort_values("kl_mean") for name in (light, heavy))
     mine = mine[mine["kl_mean"].between(other["kl_mean"].min(), other["kl_mean"].max())].set_index("nominal_bits")
     at, log_kl = (rows["kl_mean"].apply(np.log).to_numpy() for rows in (mine, other))
@@ -67,9 +67,9 @@ def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd
 
 
 def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataFrame:
-    """``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes at a
-    context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have (means
-    over models and seeds): it may be picked on the text on which both are judged."""
+    """Return ``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes
+    at a context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have
+    (means over models and seeds): it may be picked on the text on which both are judged."""
     theirs = table["system"].str.startswith(THEIRS)
     ours = table["system"].isin(BEST)
     table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))

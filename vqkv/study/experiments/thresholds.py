@@ -1,17 +1,22 @@
-"""Notebook 05: the VQ quality framework's threshold sweep, next to what it claims."""
+"""Notebook 05: the VQ quality framework's threshold sweep, next to what it claims, and the KL of every single sequence:
+whether it has two modes, and what becomes of changed predictions."""
 
 import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.stats import kurtosis, skew
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.capture import capture
-from vqkv.study.experiments.audit.framework import fallback_bits
+from vqkv.study.eviction import H2O
+from vqkv.study.experiments.audit_algorithms import fallback_bits
+from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
@@ -34,8 +39,8 @@ TINYLLAMA = {  # rows of its table 4.2, and what they are called here
 
 
 def claimed_sweep() -> pd.DataFrame:
-    """The source's tables 4.1 (GPT-2, plain VQ) and 4.2 (TinyLlama): one row per method and threshold. ``claimed_live``
-    is the ratio to the live fp16 cache that its shares of blocks in fp16 leave."""
+    """Return the source's tables 4.1 (GPT-2, plain VQ) and 4.2 (TinyLlama): one row per method and threshold.
+    ``claimed_live`` is the ratio to the live fp16 cache that its shares of blocks in fp16 leave."""
     plain, other = published("vqq_threshold_sweep_gpt2"), published("vqq_tinyllama").set_index("config")
     live = 16 / fallback_bits(plain["fp16_fallback_pct"] / 100)
     plain = plain.assign(method="vqq", claimed_live=live).rename(columns={"kl": "claimed_kl"})
@@ -59,8 +64,7 @@ def threshold_sweep(
     """Sweep the fallback's threshold with VQ and product codes, then plain VQ and two residual stages without fallback.
 
     The prompt is one keyframe, ``snapshot`` protocol. A row per method, threshold (NaN without) and sequence;
-    ``vq_blocks``: share of blocks not in fp16; ``ratio``: to the live fp16 cache; ``median_error``: of a value, in
-    shares of its head's maximum.
+    ``vq_blocks``: share not in fp16; ``ratio``: to the live fp16 cache; ``median_error``: over a head's maximum.
     """
     keys, values = _prompts(subject=subject, prompt_len=prompt_len)
     compressor = _fitted(subject=subject, method=method, prompt_len=prompt_len, codebook_size=codebook_size)
@@ -74,9 +78,8 @@ def threshold_sweep(
     label["median_error"] = _median_error(compressor, keys, values)
     settings: dict[str, Any] = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
     settings["step_size"] = subject.test.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
-    row = evaluate(
-        subject.model, compressor, subject.test, "snapshot", exact=subject.exact, per_sequence=True, **settings
-    )
+    settings |= {"exact": subject.exact, "per_sequence": True}
+    row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)
     label |= {name: row[name] for name in ("bits_per_value", "kl_floor")} | {"ratio": 16 / row["bits_per_value"]}
     each = enumerate(zip(row["kl_each"], row["top1_each"], strict=True))
     return [label | {"sequence": i, "kl": kl, "top1": top1} for i, (kl, top1) in each]
@@ -101,3 +104,58 @@ def _median_error(compressor, keys, values) -> float:
             error = (x - x_hat).abs() / x.abs().amax(dim=(2, 3), keepdim=True)
             medians.append(error.median().item())
     return statistics.mean(medians)
+
+
+BROKEN, DEFENSIBLE = 0.5, 0.1  # nats: the source's words
+DRAWS = 5000
+CODECS = ("VQ of 8 values", "VQ of 2 values", "VQ of 8, threshold 0.07", "product codes, threshold 0.10")
+
+
+@experiment(lambda retain: product(codec=[*CODECS, f"H2O, {100 * retain:.0f}% retained"]))
+def sequence_damage(
+    subject: Subject, codec: str, prompt_len: int, retain: float, recent: float, codebook_size: int
+) -> list[dict]:
+    """Measure KL after ``prompt_len`` stored tokens, ``snapshot`` protocol; a row per codec and sequence.
+
+    ``top1``, ``top2``: how often the exact prediction is the best, or among the two best.
+    """
+    compressor: Any
+    if codec in CODECS:
+        preset = FRAMEWORK[codec](block_tokens=prompt_len, codebook_size=codebook_size, seed=subject.seed)
+        compressor = subject.calibrated(preset)
+    else:
+        compressor = H2O(exact_compressor(subject), retain, recent)
+    settings: dict[str, Any] = {"prompt_len": prompt_len, "step_size": subject.test.shape[1] - prompt_len}
+    settings |= {"reconstruction": False, "batch_size": 8, "per_sequence": True, "exact": subject.exact}
+    row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)
+    label = {"model": subject.name, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
+    each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)
+    return [label | dict(zip(("sequence", "kl", "top1", "top2"), (i, *numbers))) for i, numbers in enumerate(each)]
+
+
+def modes(table: pd.DataFrame) -> pd.DataFrame:
+    """Count sequences with a KL above 0.5 and 0.1, by model and codec, with worst over median, Sarle's coefficient of
+    log KL (5/9: uniform; more: two modes) and its chance, and changed predictions whose exact one is ``second``."""
+    rows = []
+    for (model, codec), mine in table.groupby(["model", "codec"], sort=False):
+        kl, changed = mine["kl"], 1 - mine["top1"]
+        row = {"model": model, "codec": codec, "sequences": len(mine), "median": kl.median()}
+        row |= {"broken": (kl > BROKEN).mean(), "over 0.1": (kl > DEFENSIBLE).mean()}
+        row |= {"worst/median": kl.max() / kl.median(), **two_modes(np.log(kl.clip(lower=mine["kl_floor"])))}
+        row |= {"changed": round((changed * mine["tokens"]).sum())}
+        rows.append(row | {"second": (mine["top2"] - mine["top1"]).sum() / max(changed.sum(), 1e-9)})
+    return pd.DataFrame(rows)
+
+
+def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Return Sarle's bimodality coefficient (Pfister et al. 2013), and ``p``, how often normal samples reach it."""
+    draws = np.random.default_rng(seed).standard_normal((DRAWS, len(x)))
+    coefficient, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
+    return {"sarle": coefficient.item(), "p": (drawn >= coefficient).mean()}
+
+
+def _sarle(x: np.ndarray) -> np.ndarray:
+    """Compute the coefficient of samples (samples, n): (samples,)."""
+    n = x.shape[1]
+    most = 3 * (n - 1) ** 2 / ((n - 2) * (n - 3))
+    return (skew(x, axis=1, bias=False) ** 2 + 1) / (kurtosis(x, axis=1, bias=False) + most)

@@ -76,9 +76,8 @@ FILLS = ("full", "none", "left")  # of the markers of the calibrations
 
 
 def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
-    """What each other calibration (marker) does to each system (row): times of KL with the paired 95% interval on the
-    left, stored bits more on the right. ``against``: of ``experiments.against_own``, of at most three calibrations;
-    ``names``: short ones of systems."""
+    """Draw what each other calibration (marker) does to each system (row): times of KL with the paired 95% interval,
+    and stored bits more. ``against``: of ``experiments.against_own``; ``names``: short ones of systems."""
     systems, kinds = list(dict.fromkeys(against["system"])), ["train_corpus", "train_seqs", "test_corpus"]
     fig, (times, bits) = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(systems)), sharey=True, width_ratios=[2, 1])
     calibrations = against.groupby(kinds, sort=False)
@@ -105,9 +104,8 @@ def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: flo
             times.text(1, position, "  refuses", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
-        times.errorbar(
-            row.ratio, position, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style
-        )
+        error = whiskers(row.ratio, row.low, row.high)
+        times.errorbar(row.ratio, position, xerr=error, capsize=3, elinewidth=1, **style)
         bits.plot(row.more_bits, position, **style)
 
 

@@ -1,5 +1,7 @@
 """Figures of pages 08 and 13: bytes, milliseconds and stored prompts."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -9,9 +11,8 @@ REFERENCE = "DynamicCache"
 
 
 def time_dumbbells(table, panels: dict[str, str]):
-    """Draw milliseconds per generated token by system, with quartiles. ``panels``: a query of the table -> a title with
-    a place for a number, that of the column (context or batch) which varies: smallest hollow, largest filled. Dotted:
-    ``DynamicCache``."""
+    """Draw milliseconds per generated token by system, with quartiles; dotted: ``DynamicCache``. ``panels``: a query ->
+    a title with a place for the number (context or batch) that varies: smallest hollow, largest filled."""
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 5.4), sharey=True, squeeze=False)
     order: list[str] = []
     for ax, (query, title) in zip(axes[0], panels.items(), strict=True):
@@ -41,8 +42,7 @@ def _dumbbell(ax, position: int, rows, ends) -> None:
 
 
 def memory_dots(table):
-    """Draw megabytes of each system: stored (hollow), resident (light), peak (filled). Dotted: peak of
-    ``DynamicCache``."""
+    """Draw megabytes of each system: stored (hollow), resident (light), peak (filled; ``DynamicCache``'s dotted)."""
     table = table.assign(peak_mb=table[["prefill_mb", "decode_mb"]].max(axis=1))
     rows = table.sort_values("peak_mb", ignore_index=True)
     fig, ax = plt.subplots(figsize=(8, 0.27 * len(rows) + 1))
@@ -59,7 +59,7 @@ def memory_dots(table):
     return fig
 
 
-MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb": {}}
+MEMORY: dict[str, dict[str, Any]] = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb": {}}
 
 
 def in_place(times, losses):

@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,8 +27,7 @@ SMALLEST_KL = 1e-4  # nats; less is drawn there
 
 
 def coloured_chat(table) -> str:
-    """Write ``explore.conversation`` as HTML: a token's ground says its KL; underlined is what an exact cache would not
-    say."""
+    """Write ``explore.conversation`` as HTML: a token's ground says its KL; an exact cache says no underlined one."""
     systems = table["system"].drop_duplicates()
     heads = "".join(f'<th style="{TEXT}">{system}</th>' for system in systems)
     columns = ("".join(_turn(rows) for _, rows in table[table["system"] == name].groupby("turn")) for name in systems)
@@ -87,15 +87,15 @@ def conversation(table):
 def vector_stages(table):
     """Draw ``explore.stages``: a column a system, a row a stage; in the last, the key as it came and as it is read."""
     systems, names = list(dict.fromkeys(table["system"])), _in_order(table)
-    size = {"figsize": (5 * len(systems), 1.5 * len(names)), "squeeze": False}
-    fig, axes = plt.subplots(len(names), len(systems), **size)
+    size = 5 * len(systems), 1.5 * len(names)
+    fig, axes = plt.subplots(len(names), len(systems), figsize=size, squeeze=False)
     fig.supylabel("value (no unit)", fontsize=11)
     for ax, (name, system) in zip(axes.flat, itertools.product(names, systems), strict=True):
         rows = table[(table["system"] == system) & (table["stage"] == name)]
         if rows.empty:
             ax.set_axis_off()
             continue
-        style = {"marker": "o", "ms": 3, "ls": ""} if name == "codes" else {"lw": 1.4}
+        style: dict[str, Any] = {"marker": "o", "ms": 3, "ls": ""} if name == "codes" else {"lw": 1.4}
         title = f"{name}: {len(rows)} codes" if name == "codes" else name
         if rows["original"].notna().any():
             ax.plot(rows["place"], rows["original"], color=PALETTE["bound"], lw=1.2, label="as it came")
@@ -111,7 +111,7 @@ def vector_stages(table):
 
 
 def _in_order(table) -> list[str]:
-    """All stages, each where the system with the most has it."""
+    """Return all stages, each where the system with the most has it."""
     by_system = [list(dict.fromkeys(rows["stage"])) for _, rows in table.groupby("system", sort=False)]
     longest = max(by_system, key=len)
     more = [name for names in by_system for name in names if name not in longest]
@@ -119,7 +119,7 @@ def _in_order(table) -> list[str]:
 
 
 def explained_by_layer(table):
-    """``explore.explained``: EVR of keys and of values by layer, a line for each system."""
+    """Draw ``explore.explained``: EVR of keys and of values by layer, a line for each system."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
     for ax, role in zip(axes, ("key", "value")):
         for system, rows in table[table["role"] == role].groupby("system", sort=False):

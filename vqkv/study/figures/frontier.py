@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.lines import Line2D
 
-from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, model_of, whiskers
+from vqkv.study.figures.style import PALETTE, basename, colour_of, interval, look, mark_floor, model_of, whiskers
 
 FAMILIES = ("best", "live", "kvtc", "aqua higgs", "vqllm")  # all others are grey points
 LABELS = {"best": "best (ours)", "live": "live (ours)", "kvtc": "KVTC", "aqua higgs": "AQUA-KV", "vqllm": "residual VQ"}
@@ -84,9 +84,8 @@ def _systems(ax, rows, bits: str, y: str, families, own: str = "") -> None:
 
 
 def ablation_dots(pairs, contexts: dict[str, str]):
-    """Equivalent bits that each part of a design saves, a dot for every pair of designs that differ in nothing else;
-    right of zero the part is better. A panel for each of ``contexts``, as ``experiments.paired_ablation`` was asked
-    for, -> title. ``pairs``: what it returned."""
+    """Draw equivalent bits that each part of a design saves, a dot for every pair of designs that differ in nothing
+    else. ``pairs``: of ``experiments.paired_ablation``; ``contexts``: those it was asked for -> title of a panel."""
     parts = list(dict.fromkeys(pairs["part"]))
     size = 11, 1.4 + 0.5 * len(parts)
     fig, axes = plt.subplots(1, len(contexts), figsize=size, sharex=True, sharey=True, squeeze=False)
@@ -107,14 +106,15 @@ def ablation_dots(pairs, contexts: dict[str, str]):
 
 
 def proxy_dots(correlations):
-    """Draw Spearman's correlation of each proxy with what a task loses. Shaded: the one that sees keys and values
-    alone."""
+    """Draw Spearman's correlation of each proxy with what a task loses; shaded: the one that sees no model."""
     rows = correlations.set_index("proxy").loc[list(PROXIES)]
     (model,), positions = set(rows["model"]), np.arange(len(rows))
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))
-    error = whiskers(rows["correlation"], rows["low"], rows["high"])
-    style = {"fmt": "o", "color": model_colour(model), "label": basename(model), "ms": 8, "elinewidth": 1.8}
-    ax.errorbar(rows["correlation"], positions - 0.15, xerr=error, **style)
+    middle, label = rows["correlation"], basename(model)
+    error = whiskers(middle, rows["low"], rows["high"])
+    ax.errorbar(
+        middle, positions - 0.15, xerr=error, fmt="o", color=colour_of(model), label=label, ms=8, elinewidth=1.8
+    )
     ax.axhspan(len(rows) - 1.5, len(rows) - 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
     ax.set(title=f"facts in text, {rows['bits'].iloc[0]} ({rows['systems'].max()} systems)", xlim=(-0.1, 1))
     ax.set_yticks(positions, PROXIES.values())
@@ -165,7 +165,7 @@ PANELS = {  # column -> the ends of its interval, and what its axis says
 
 
 def compared(table):
-    """A row for each system, the fewest bits at the top; whiskers are 95% intervals."""
+    """Draw a row for each system, the fewest bits at the top; whiskers are 95% intervals."""
     table = table.assign(slower=table["ms"] / table["ms_exact"]).sort_values("bits_with_side", ascending=False)
     fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 0.8 + 0.4 * len(table)), sharey=True)
     for ax, (column, (ends, label)) in zip(axes, PANELS.items(), strict=True):

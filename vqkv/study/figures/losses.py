@@ -5,17 +5,7 @@ import numpy as np
 
 from vqkv.errors import DataError
 from vqkv.study.experiments.comparisons import paired_ratio
-from vqkv.study.figures.style import (
-    PALETTE,
-    basename,
-    interval,
-    look,
-    mark_floor,
-    model_colour,
-    model_of,
-    plain_numbers,
-    whiskers,
-)
+from vqkv.study.figures.style import PALETTE, colour_of, interval, look, mark_floor, model_of, plain_numbers, whiskers
 
 RATIOS = (1, 2, 4, 8, 16)
 APART = "codebooks apart"
@@ -36,9 +26,9 @@ def threshold_curves(table):
         rows = table[(table["method"] == method) & (table["threshold"] != 0)]  # 0: all of it in fp16
         each = rows.groupby(["ratio", "threshold"], dropna=False)["kl"].agg(list)
         kl, low, high = np.array([paired_ratio(kl, [1] * len(kl)) for kl in each]).T
-        style = {"fmt": f"{marker}-" if len(each) > 1 else marker, "elinewidth": 1, "capsize": 2}
-        ratios = each.index.get_level_values("ratio")
-        ax.errorbar(ratios, kl, whiskers(kl, low, high), color=PALETTE[colour], label=label, **style)
+        ratios, form = each.index.get_level_values("ratio"), f"{marker}-" if len(each) > 1 else marker
+        bars, colour = whiskers(kl, low, high), PALETTE[colour]
+        ax.errorbar(ratios, kl, bars, fmt=form, color=colour, label=label, elinewidth=1, capsize=2)
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
     ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
     ax.set(title=model_of(table), xlabel=f"times smaller than the live fp16 cache, {APART}", xscale="log", yscale="log")
@@ -59,7 +49,7 @@ def ratios_by_threshold(measured, claimed):
     look, (model,) = {"color": PALETTE["published"]}, set(measured["model"])
     every.plot(claimed["threshold"], claimed["claimed_ratio"], "o--", label="claimed (GPT-2)", **look)
     every.set(title="against every snapshot in fp32", ylabel="times smaller", ylim=(10, 2000))
-    own = {"color": model_colour(model), "linewidth": 2.5, "label": f"measured: {basename(model)}"}
+    own = {"color": colour_of(model), "linewidth": 2.5, "label": f"measured: {model_of(measured)}"}
     live.plot(measured["threshold"], measured["ratio"], "o-", **own)
     live.plot(claimed["threshold"], claimed["claimed_live"], "s--", label="from the source's own shares", **look)
     live.axhline(1, color=PALETTE["bound"], linewidth=1)
@@ -82,7 +72,7 @@ def ladder_bars(table, claimed: dict[str, float]):
     panels += [("live_fp16", "against the live fp16 cache", 0.05, 10)]
     for ax, (name, title, low, high) in zip(axes, panels, strict=True):
         ratios = rows[f"ratio_{name}"]
-        ax.barh(range(len(rows)), ratios - low, 0.36, left=low, color=model_colour(model), label=basename(model))
+        ax.barh(range(len(rows)), ratios - low, 0.36, left=low, color=colour_of(model), label=model_of(table))
         for position, ratio in enumerate(ratios):
             number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
             ax.text(low * 1.1, position, number, va="center", fontsize=9, color="white")
@@ -169,9 +159,8 @@ def tuning_dots(table):
 
 
 def told_bars(table, names: dict[tuple[str, float], str]):
-    """Draw the facts told by each way to store a cache, with the 95% interval of what it loses to the exact cache: a
-    panel for each length of text and number of facts. ``names``: (system, nominal bits) -> label, the exact cache
-    (dotted line) first; others are left out."""
+    """Draw the facts told by each way to store a cache, with the 95% interval of its loss, by length of text and number
+    of facts. ``names``: (system, nominal bits) -> label, the exact cache (dotted) first; others are left out."""
     cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
     size, positions = (11, 1.1 + 0.3 * len(names)), range(len(names))
     fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)

@@ -4,17 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.style import (
-    PALETTE,
-    basename,
-    interval,
-    look,
-    mark_floor,
-    model_colour,
-    model_of,
-    plain_numbers,
-    whiskers,
-)
+from vqkv.study.figures.style import PALETTE, colour_of, interval, look, mark_floor, model_of, plain_numbers, whiskers
 
 ROLES = {"K": "keys", "V": "values"}
 OPEN_QUESTIONS = {("V", "V-1+K"), ("V", "K-1+V-1")}  # what the AQUA-KV deck asks for and does not answer
@@ -22,8 +12,7 @@ CLOSE_TO_ONE = 0.9995
 
 
 def evr_bars(table, quantizers):
-    """Draw mean EVR of keys and values by source, trained (bar) and with random weights (diamond), and its worth in
-    bits.
+    """Draw mean EVR by source, trained (bar) and with random weights (diamond), and its worth in bits.
 
     Stars mark the source's open questions. ``quantizers`` (bits, explained_variance) are lines.
     """
@@ -33,7 +22,7 @@ def evr_bars(table, quantizers):
         rows = table[table["target"] == target]
         groups = rows.groupby("sources")["group"].first().reindex(_chosen(target)).dropna()
         positions = _places(groups)
-        _bars(ax, rows, positions, model_colour(model))
+        _bars(ax, rows, positions, colour_of(model))
         for group in dict.fromkeys(groups):
             top = min(position for position, name in zip(positions.values(), groups, strict=True) if name == group)
             ax.text(0, top - 0.45, group, fontsize=10, style="italic", va="bottom", clip_on=False)
@@ -42,12 +31,11 @@ def evr_bars(table, quantizers):
             ax.annotate(f"{bits}-bit", (evr, 1), (0, 3), ("data", "axes fraction"), "offset points", ha="center")
         ax.annotate("worth", (1, 1), (12, 3), "axes fraction", "offset points")
         ax.set_yticks(list(positions.values()), [_label(sources, target) for sources in positions], fontsize=11)
-        ax.set(
-            xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(positions.values()) + 0.5, -1)
-        )
+        lowest = max(positions.values()) + 0.5
+        ax.set(xlim=(0, 1), ylim=(lowest, -1), xlabel="explained variance ratio (mean over layers)")
         ax.set_title(f"{ROLES[target]} predicted from", loc="left")
         ax.grid(axis="y", visible=False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=model_colour(model), label=f"{basename(model)}, trained")]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour_of(model), label=f"{model_of(table)}, trained")]
     handles += axes[0].plot([], [], "D", color="w", mec="k", label="same shape, random weights (range over seeds)")
     handles += axes[0].plot([], [], ":", color=PALETTE["bound"], label="a quantizer, as published")
     handles += axes[0].plot([], [], "*", color="k", ms=9, label="open question of the source")
@@ -56,7 +44,7 @@ def evr_bars(table, quantizers):
 
 
 def _places(groups) -> dict[str, float]:
-    """Sources -> where on the axis, with room for a heading above every group."""
+    """Place sources on the axis, with room for a heading above every group."""
     headings = {group: i + 1 for i, group in enumerate(dict.fromkeys(groups))}
     return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
 
@@ -113,7 +101,7 @@ def quantised_inputs(table):
 
 
 def _chosen(target: str) -> list[str]:
-    """The sources that the figures show, in order."""
+    """Return the sources that the figures show, in order."""
     other = "V" if target == "K" else "K"
     return [
         f"{target}-1", f"{other}-1", "K-1+V-1", "K-1+V-1+K-2+V-2+K-3+V-3", f"{target}@T-1", "K@T-1+V@T-1",
@@ -123,17 +111,14 @@ def _chosen(target: str) -> list[str]:
 
 
 def _label(sources: str, target: str) -> str:
-    """``V-1+K`` as a reader would write it."""
+    """Write ``V-1+K`` as a reader would."""
     star = "  ★" if (target, sources) in OPEN_QUESTIONS else ""
     names = sources.split("+")
     if len(names) > 4:
         return rf"$[K;V]_{{L-1}}\ldots[K;V]_{{L-{names[-1][2:]}}}$"
-    return f"${'; '.join(_symbol(name) for name in names)}${star}"
-
-
-def _symbol(name: str) -> str:
-    role, _, lag = name.partition("@")
-    return f"{role[0]}_{{{lag or 'L' + role[1:]}}}"
+    parts = [name.partition("@") for name in names]
+    symbols = "; ".join(f"{role[0]}_{{{lag or 'L' + role[1:]}}}" for role, _, lag in parts)
+    return f"${symbols}${star}"
 
 
 FAMILIES = {"higgs": "HIGGS", "quanto": "int2 (quanto)", "vqllm": "residual VQ"}
@@ -170,9 +155,8 @@ def context_costs(table):
         ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], linewidth=1)
         if row["pays_from"] >= tokens[0]:
             ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
-            note = {"xytext": (0, -22), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-            about = float(f"{row['pays_from']:.2g}")
-            ax.annotate(f"{about:,.0f}", (row["pays_from"], row["plain_bits"]), **note)
+            about, point = float(f"{row['pays_from']:.2g}"), (row["pays_from"], row["plain_bits"])
+            ax.annotate(f"{about:,.0f}", point, (0, -22), textcoords="offset points", ha="center", fontsize=9)
     ax.set(title=model_of(table), xscale="log", xlabel="tokens that share the predictors (context x batch)")
     most = table["plain_bits"].max()  # NaN if every system is worse than HIGGS of 2 bits
     ax.set(ylim=(0, 2 * most if most > 0 else None), ylabel="bits per value, side information included")

@@ -80,9 +80,8 @@ def _bound_row(ax, position: int, rows) -> None:
         ends = whiskers(share, row.bound_ms / row.max, row.bound_ms / row.min)
         ax.errorbar(share, position, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
         if library:
-            ax.annotate(
-                look_of(row.implementation)[2], (share, position), (0, 7), textcoords="offset points", ha="center"
-            )
+            name = look_of(row.implementation)[2]
+            ax.annotate(name, (share, position), (0, 7), textcoords="offset points", ha="center")
 
 
 def look_of(implementation: str) -> tuple[str, str, str]:
@@ -135,9 +134,8 @@ def search_lines(table):
         for name, line in shown.groupby("implementation", sort=False):
             colour, marker, title = look_of(name)
             ends = whiskers(line["median"], line["min"], line["max"])
-            ax.errorbar(
-                line[along].astype(int), line["median"], ends, fmt=marker + "-", color=colour, label=title, elinewidth=1
-            )
+            style = {"fmt": marker + "-", "color": colour, "label": title, "elinewidth": 1}
+            ax.errorbar(line[along].astype(int), line["median"], ends, **style)
         bound = shown.groupby(along)["bound_ms"].max()
         ax.plot(bound.index.astype(int), bound, ":", color=PALETTE["bound"], label="bound")
         ax.set(xscale="log", yscale="log", xlabel=label.format(rows[fixed].max()))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import yaml
 from IPython.display import Image, Markdown, display
 from matplotlib.ticker import FuncFormatter
 
@@ -13,74 +14,9 @@ from vqkv.models.load import TITLES
 from vqkv.study import steering
 from vqkv.study.tables import output_root, provenance, record_figures, repository_root, write_atomically
 
-PALETTE = {
-    # systems
-    "fp16": "#222222",
-    "vqllm": "#3f90da",
-    "quanto": "#ffa90e",
-    "hqq": "#bd1f01",
-    "kivi": "#94a4a2",
-    "kvquant": "#832db6",
-    "higgs": "#a96b59",
-    "vq": "#e76300",
-    "vqq": "#b9ac70",
-    "pq": "#717581",
-    "aqua": "#92dadd",
-    "lossless": "#2e8b57",
-    "other": "#bbbbbb",
-    "kvtc": "#1b5e20",
-    "cachegen": "#cc8800",
-    "turboquant": "#5f6b00",
-    "crossed": "#d6007f",  # crosses of page 11, the best first
-    "crossed 2": "#7a0f5c",
-    "crossed 3": "#f28fc4",
-    "live": "#0077b6",  # what attention reads where it lies
-    "own": "#000000",  # what a reader adds
-    # implementations that are timed
-    "vqkv": "#3f90da",
-    "plain": "#94a4a2",
-    "vector-quantize": "#832db6",
-    "faiss": "#e76300",
-    "constriction": "#2e8b57",
-    # what is stored, and how its channels are grouped
-    "key": "#3f90da",
-    "value": "#ffa90e",
-    "key_post_rope": "#832db6",
-    "key+value": "#832db6",
-    "contiguous": "#bd1f01",
-    "strided": "#3f90da",
-    "random": "#94a4a2",
-    # where numbers come from
-    "published": "#717581",
-    "bound": "#222222",
-    "llama-mini": "#3f90da",
-    "gpt2-mini": "#e76300",
-    "smollm2-135m": "#7a0f5c",
-}
-
-LOOKS = {  # part of a system's name -> palette key and marker; the first that fits
-    "fp16": ("fp16", "o"),
-    "DynamicCache": ("fp16", "o"),
-    "best-mid": ("crossed 3", "*"),
-    "best-long": ("crossed 2", "P"),
-    "best": ("crossed", "*"),
-    "Fisher": ("crossed", "*"),
-    "predicted": ("crossed 2", "P"),
-    "turboquant": ("turboquant", "^"),
-    "kvquant": ("kvquant", "v"),
-    "cachegen": ("cachegen", "<"),
-    "lossless": ("lossless", "H"),
-    "vqq_product": ("pq", ">"),
-    "rvq2": ("vq", "8"),
-    "vqllm": ("vqllm", "s"),
-    "aqua": ("aqua", "h"),
-    "higgs": ("higgs", "D"),
-    "kvtc": ("kvtc", "p"),
-    "hqq": ("hqq", "o"),
-    "quanto": ("quanto", "o"),
-    "kivi": ("kivi", "X"),
-    "live": ("live", "d"),
-}
+_palette = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_text(encoding="utf-8"))
+PALETTE: dict[str, str] = _palette["colours"]
+LOOKS: dict[str, tuple[str, str]] = _palette["looks"]  # part of a system's name -> colour and marker
 
 STYLE = Path(__file__).with_name("study.mplstyle")
 
@@ -94,9 +30,10 @@ def use_style() -> None:
 
 
 def show(fig, name: str, table) -> None:
-    """Show a figure and its links; write ``figures/NAME.svg`` and ``.png`` with the results of ``table``.
+    """Show a figure with links; write ``figures/NAME.svg`` and ``.png`` with the results of ``table``.
 
-    A table that was merely loaded from the repository leaves existing files alone.
+    Links lead to its file, its table and the script that made it. One that was merely loaded leaves existing
+    files alone.
     """
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
@@ -107,20 +44,14 @@ def show(fig, name: str, table) -> None:
         record_figures(root, origin["name"], hashes)
     display(fig)
     plt.close(fig)  # or the end of the cell would show it again
-    display(Markdown(_links(root, origin["name"], name)))
-
-
-def _links(root: Path, table: str, figure: str) -> str:
-    """Link the figure's file, its table and the script that made it, with the seconds that it took, from a page."""
-    record, pages = provenance(table, root), output_root() / "notebooks"
+    record, pages = provenance(origin["name"], root), output_root() / "notebooks"
     here, code = (os.path.relpath(folder, pages) for folder in (root, repository_root()))
     script = record["function"].rpartition(".")[0].replace(".", "/") + ".py"
     seconds = record["wall_seconds"]
     cost = "in several runs" if seconds is None else f"in {seconds:,.0f} s" if seconds >= 1 else "in less than 1 s"
-    return (
-        f"<small>[figure]({here}/figures/{figure}.svg) · [table]({here}/results/{table}.csv), {record['rows']} rows · "
-        f"computed by [{script}]({code}/{script}) {cost} ({record['device']})</small>"
-    )
+    links = f"[figure]({here}/figures/{name}.svg) · [table]({here}/results/{origin['name']}.csv), {record['rows']} rows"
+    made_by = f"computed by [{script}]({code}/{script}) {cost} ({record['device']})"
+    display(Markdown(f"<small>{links} · {made_by}</small>"))
 
 
 def made(name: str) -> Image:
@@ -130,7 +61,7 @@ def made(name: str) -> Image:
 
 
 def render(fig, kind: str) -> bytes:
-    """The figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
+    """Return the figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
     buffer = io.BytesIO()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "vqkv"}):
         fig.savefig(buffer, format=kind, metadata=METADATA[kind])
@@ -183,6 +114,6 @@ def model_of(table) -> str:
     return basename(model)
 
 
-def model_colour(model: str) -> str:
+def colour_of(model: str) -> str:
     """Return the colour of a model; others than this study's have that of ``llama-mini``."""
     return PALETTE.get(model.split("/")[-1], PALETTE["llama-mini"])

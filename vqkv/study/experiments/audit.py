@@ -1,19 +1,79 @@
-"""A row of the audit: figures as published and as found here, and the one rule that makes a verdict of them."""
+"""Notebook 12: what the four sources say in numbers, beside the same numbers computed or measured here.
+
+``results/published/claims.csv`` has a row for each claim: ``section`` and ``quote`` (of the source), and expressions
+(see ``audit_expressions``):
+
+- ``published``: the figure, or figures, of the source.
+- ``arithmetic``: what it should be by the source's own numbers, a model's shape, or bytes that are encoded here. It
+  may read a column of ``table``, one of ``results/published``.
+- ``measured``: what it is in ``table`` of this study, by model: of ``rows``, divided by the same of ``over``.
+
+A claim with neither needs a model or a machine that is not at hand. ``rule``: see ``agrees``; ``ours``: the source
+does not compare. ``figures``: how many published ones it stands for. ``reason`` may have expressions in braces.
+"""
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
 
-from vqkv.study.experiments.audit.expressions import evaluate, filled
-from vqkv.study.experiments.audit.vocabulary import Between, names
+from vqkv.errors import DataError
+from vqkv.study.experiments.audit_expressions import Between, evaluate, filled, names
 from vqkv.study.experiments.comparisons import paired_ratio
+from vqkv.study.tables import published, repository_root, stored
 
 ARITHMETIC, MEASURED, NEITHER = "arithmetic", "measured here", "needs their model"
 HOLDS, IN_PART, DOES_NOT, OURS = "holds", "holds in part", "does not hold", "our re-baselining"
 VERDICTS = (HOLDS, IN_PART, DOES_NOT, NEITHER, OURS)
 Case = tuple[float, float]  # a figure as published and as found here
+
+
+def audited_tables() -> dict[str, str]:
+    """Return the tables that the audit reads, this run's or the repository's, by name, with a hash of their contents.
+
+    One that neither has is left out. ``published/NAME`` are the sources'.
+    """
+    read = sorted({*listed().query("measured != ''")["table"]})
+    read += sorted(f"published/{path.stem}" for path in (repository_root() / "results/published").glob("*.csv"))
+    return {name: pair[1] for name in read if (pair := stored(name))}
+
+
+def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
+    """Return every published figure that arithmetic or this study can test. ``tables``: from ``audited_tables``.
+
+    One row per claim: ``source``, ``section``, ``claim``, ``quote``, the figure as ``published`` and as ``recomputed``
+    (of several cases the one that agrees least), ``unit``, ``how`` (``arithmetic``: from a formula, a model's shape or
+    bytes that are encoded here; ``measured here``: from tables of this study, on their models; ``needs their model``),
+    ``low`` and ``high``: its 95% interval, where windows are shared. ``rule``, ``agree`` cases ``of`` so many,
+    ``verdict`` (``VERDICTS``), ``figures`` (how many it stands for), ``where`` it is found (a page, or the
+    expression) and the ``reason``. Raises ``DataError`` for a table that has changed since ``audited_tables``.
+    """
+    own = {}
+    for name, contents in tables.items():
+        pair = stored(name)
+        if pair is None or pair[1] != contents:
+            raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
+        own[name] = pair[0]
+    rows = []
+    for claim in listed().to_dict("records"):
+        name = claim["table"]
+        recomputed: tuple[list[Case], dict] = ([], {})
+        if claim["arithmetic"]:
+            recomputed = find(claim, published(name) if name else pd.DataFrame())
+        elif claim["measured"]:
+            with suppress(LookupError, ValueError):  # the table is not there, or has other systems or settings
+                recomputed = find(claim, own[name])
+        rows.append(row(claim, *recomputed))
+    audited = pd.DataFrame(rows)
+    audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
+    return audited
+
+
+def listed() -> pd.DataFrame:
+    """Return the claims, as words but for ``figures``."""
+    return published("claims").fillna("").astype(str).astype({"figures": int})
 
 
 def agrees(rule: str, said: float, recomputed: float) -> bool:
@@ -22,21 +82,10 @@ def agrees(rule: str, said: float, recomputed: float) -> bool:
     - Empty: it may miss it by 2% or by its rounding.
     - ``about``: by 10%, where the source says about, almost, roughly, or where the figure is of other models.
     - ``at least`` and ``at most``: a bound.
-    - ``above: x`` and ``below: x``: the direction of a claim whose size depends on model and task. The end of an
-      interval must point that way, too.
+    - ``above: x`` and ``below: x``: a direction, as size depends on model and task; of an interval its end decides.
     """
     name, _, number = rule.partition(": ")
     return _RULES[name](said, recomputed, float(number or 0))
-
-
-def verdict(rule: str, cases: list[Case]) -> str:
-    """Say whether all cases, some or none agree; ``ours``, which the source did not compare, says nothing of it."""
-    if not cases:
-        return NEITHER
-    if rule == "ours":
-        return OURS
-    agree = sum(agrees(rule, *case) for case in cases)
-    return HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
 
 
 def find(claim: dict, table: pd.DataFrame) -> tuple[list[Case], dict]:
@@ -70,6 +119,8 @@ def row(claim: dict, cases: list[Case], facts: dict) -> dict:
     low, high = (facts.get(end, math.nan) for end in ("low", "high"))
     end = {"above": low, "below": high}.get(rule.partition(":")[0], math.nan)
     decisive = cases if math.isnan(end) else [(said, end) for said, _ in cases]
+    agree = sum(agrees(rule, *case) for case in decisive) if rule != "ours" else 0
+    verdict = OURS if rule == "ours" else HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
     if cases:
         said, recomputed = max(cases, key=lambda case: _distance(rule, *case))
         reason = filled(claim["reason"], facts | {"recomputed": recomputed})
@@ -87,9 +138,9 @@ def row(claim: dict, cases: list[Case], facts: dict) -> dict:
         "unit": claim["unit"],
         "how": ARITHMETIC if claim["arithmetic"] else MEASURED if claim["measured"] else NEITHER,
         "rule": rule,
-        "agree": sum(agrees(rule, *case) for case in decisive) if rule != "ours" else 0,
+        "agree": agree,
         "of": len(cases),
-        "verdict": verdict(rule, decisive),
+        "verdict": verdict if cases else NEITHER,
         "figures": claim["figures"],
         "where": page if claim["measured"] else claim["arithmetic"],
         "reason": reason,

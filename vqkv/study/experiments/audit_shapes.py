@@ -28,6 +28,7 @@ CONFIGS = {
     "Llama-3.2-3B": KNOWN_CONFIGS["meta-llama/Llama-3.2-3B"],
     "Llama-3.1-70B": _llama(8192, 28672, 80, 64, kv_heads=8, vocab=128256),
 }
+WEIGHED: dict[tuple[str, str], Footprint] = {}  # by model and preset
 
 
 @cache
@@ -37,8 +38,12 @@ def model_of(name: str) -> nn.Module:
 
 
 def _footprint(name: str, preset: Preset | None) -> Footprint:
-    """Return bytes of a model and a cache of real payloads; None: transformers' uncompressed cache."""
-    return dynamic_footprint(model_of(name)) if preset is None else footprint(model_of(name), preset)
+    """Return bytes of a model and a cache of real payloads, weighed once; None: transformers' uncompressed cache."""
+    key = name, "" if preset is None else f"{preset.name} {preset.arguments}"
+    if key not in WEIGHED:
+        model = model_of(name)
+        WEIGHED[key] = dynamic_footprint(model) if preset is None else footprint(model, preset)
+    return WEIGHED[key]
 
 
 def bits_per_value(name: str, preset: Preset) -> float:

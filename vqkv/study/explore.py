@@ -1,10 +1,14 @@
-"""Notebook 14: a conversation, a key vector and every layer, as compressed caches have them."""
+"""Notebook 14: what compressed caches do to one conversation, one key and each layer, and controls to try others."""
 
 import copy
+import html
 import json
 import math
+import os
 import re
 
+import ipywidgets
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from torch import Tensor
@@ -13,11 +17,11 @@ from transformers import DynamicCache
 from vqkv import presets
 from vqkv.cache.compressor import BUNDLED, Compressor
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.models.capture import check_tokens
 from vqkv.models.metrics import token_kl
 from vqkv.runtime.checks import check_whole, whole_blocks
+from vqkv.study import figures, steering
 from vqkv.study.chat import Conversation, turn_tokens
 from vqkv.study.experiments.common import explained_by_layer, frame
 from vqkv.study.shared import per_process
@@ -53,8 +57,7 @@ class Dialogue:
     @torch.no_grad()
     def turn(self, said: str, max_new_tokens: int) -> list[dict]:
         """Answer greedily. Returns a row for what is said and one for each token of the answer: ``kl`` in nats between
-        the two caches' predictions at its position; ``uncompressed``, if it is the uncompressed cache's first choice;
-        bytes of the caches after the turn."""
+        the caches' predictions; ``uncompressed``, if it is the uncompressed cache's first choice; bytes afterwards."""
         how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         made = self.talk.answer(said, max_new_tokens, **how)
         unread, length = made.sequences[:, self.uncompressed.get_seq_length() : -1], len(made.logits)
@@ -73,8 +76,7 @@ class Dialogue:
 
 
 def conversation(systems: list, subject: Subject, turns: list, max_new_tokens: int) -> pd.DataFrame:
-    """Say the same ``turns`` to each system: rows of ``Dialogue.turn``. A turn is a text, or [number, length] of a
-    passage."""
+    """Say the same ``turns``, texts or [number, length] of a passage, to each system: rows of ``Dialogue.turn``."""
     talks = [Dialogue(system, subject) for system in systems]
     said = [_text(subject, turn) for turn in turns]
     return frame([row for talk in talks for text in said for row in talk.turn(text, max_new_tokens)], subject.sources)
@@ -90,14 +92,13 @@ def _text(subject: Subject, turn: str | list) -> str:
 
 
 def _piece(tokenizer, before: list[int], token: int) -> str:
-    """What a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
+    """Return what a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
     before = before[-CONTEXT:]
     return json.dumps(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
 
 def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: int, token: int) -> pd.DataFrame:
-    """One key of a conversation's first turn on its way through the codec of each of the ``systems``: a row per
-    ``stage`` and ``value``.
+    """Follow a key of a conversation's first turn through the codec of each system: a row per ``stage`` and ``value``.
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
     all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes
@@ -118,7 +119,7 @@ def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: 
 
 
 def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int, head: int, token: int):
-    """A key (head_dim,) as it comes, and what each stage makes of it."""
+    """Return a key (head_dim,) as it comes, and what each stage makes of it."""
     block = compressor.block_tokens
     if tokens.shape[1] < block:
         raise DataError(f"{compressor.name} stores {block} tokens together, the turn has {tokens.shape[1]}: say more")
@@ -150,16 +151,15 @@ def _through(codec: Chain, x: Tensor, at: tuple[int, int, int]) -> tuple[dict[st
         passed.append((stage, side))
         places = _places(passed, x, at)
         if not torch.equal(x[places].sort().values, before.sort().values):
-            steps[_name(stage)] = x[places]
+            name = type(stage).__name__
+            steps[name if name.isupper() else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()] = x[places]
         before = x[places]
     places = _places(passed, x, at)
-    steps["codes"] = _codes(codec.quantizer, x, places)
+    codes = codec.quantizer.encode(x)[0]
+    groups = math.gcd(codes.shape[-1], places[0, 0, 0].numel())  # each value has a code, or a few neighbours share some
+    coded = places.flatten(3).unflatten(-1, (groups, -1)).any(-1)
+    steps["codes"] = codes.unflatten(-1, (groups, -1))[coded].flatten()
     return steps, _back(passed, codec.quantizer.quantize_dequantize(x))[at]
-
-
-def _name(stage: Stage) -> str:
-    name = type(stage).__name__
-    return name if name.isupper() else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def _back(passed: list, y: Tensor) -> Tensor:
@@ -177,13 +177,6 @@ def _places(passed: list, y: Tensor, at: tuple[int, int, int]) -> Tensor:
     return torch.autograd.grad((vector * weights).sum(), y)[0] != 0
 
 
-def _codes(quantizer: Quantizer, y: Tensor, places: Tensor) -> Tensor:
-    """Codes of the values at ``places``: of each, or of the few neighbours that share some."""
-    codes = quantizer.encode(y)[0]
-    groups = math.gcd(codes.shape[-1], places[0, 0, 0].numel())
-    return codes.unflatten(-1, (groups, -1))[places.flatten(3).unflatten(-1, (groups, -1)).any(-1)].flatten()
-
-
 def explained(systems: list, subject: Subject) -> pd.DataFrame:
     """Return EVR of what is stored of held-out text, a row per system, layer and role; 0 is each channel's mean."""
     rows = [
@@ -192,3 +185,73 @@ def explained(systems: list, subject: Subject) -> pd.DataFrame:
         for (role, layer), ratio in explained_by_layer(subject, fitted(system, subject), subject.test).items()
     ]
     return frame(rows, subject.sources)
+
+
+HEADLESS = "Open this page in JupyterLab and run it: a chat and controls appear here."
+WIDE = ipywidgets.Layout(width="98%")
+
+
+def chat(systems: list, subject: Subject, max_new_tokens: int):
+    """Make a chat with ``systems`` side by side where a front end has opened the page; else print a line that says so.
+
+    Jupyter's server names the page in ``JPY_SESSION_NAME``; papermill and ``vqkv.study`` do not.
+    """
+    return Chat(systems, subject, max_new_tokens).box if _opened() else print(HEADLESS)
+
+
+def follow(systems: list, subject: Subject, turn: str, layer: int, head: int, token: int):
+    """The figures of one key of ``turn``, under controls that choose another; None where no front end is."""
+    if not _opened():
+        return None
+
+    def show(turn: str, layer: int, head: int, token: int) -> None:
+        try:
+            figures.vector_stages(stages(systems, subject, turn, layer, head, token))
+            plt.show()
+        except DataError as error:
+            print(error)
+
+    numbers = {"layer": layer, "head": head, "token": token}
+    moved = {name: ipywidgets.BoundedIntText(value, 0, 10**6, description=name) for name, value in numbers.items()}
+    said = ipywidgets.Textarea(turn, description="first turn", continuous_update=False, layout=WIDE)
+    return ipywidgets.interactive(show, turn=said, **moved)
+
+
+def _opened() -> bool:
+    return "JPY_SESSION_NAME" in os.environ and not steering.current.out
+
+
+class Chat:
+    """``box`` has a line to type in, the two systems, and what they answer; another system begins a conversation."""
+
+    def __init__(self, systems: list, subject: Subject, max_new_tokens: int):
+        self.subject, self.max_new_tokens = subject, max_new_tokens
+        self.systems = [ipywidgets.Dropdown(options=SYSTEMS, value=system) for system in systems]
+        self.prompt = ipywidgets.Text(placeholder="say something, then Enter", continuous_update=False, layout=WIDE)
+        self.status, self.text = ipywidgets.HTML(), ipywidgets.HTML()
+        self.box = ipywidgets.VBox([ipywidgets.HBox(self.systems), self.prompt, self.status, self.text])
+        self.prompt.observe(self.say, "value")
+        for control in self.systems:
+            control.observe(self.begin, "value")
+        self.begin()
+
+    def begin(self, change=None) -> None:
+        """Forget what was said."""
+        self.talks: list[Dialogue] = []
+        self.rows: list[dict] = []
+        self.text.value = ""
+
+    def say(self, change=None) -> None:
+        """Have each system answer the prompt, and empty it."""
+        said = self.prompt.value.strip()
+        if not said:
+            return
+        self.status.value = "computing ..."
+        try:
+            self.talks = self.talks or [Dialogue(control.value, self.subject) for control in self.systems]
+            for talk in self.talks:
+                self.rows += talk.turn(said, self.max_new_tokens)
+                self.text.value = figures.coloured_chat(pd.DataFrame(self.rows))
+            self.status.value = self.prompt.value = ""
+        except (ValueError, RuntimeError) as error:
+            self.status.value = f"<b>{html.escape(str(error))}</b>"
