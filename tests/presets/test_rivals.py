@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv import DataError, calibrate, capacity, presets
+from vqkv.codecs.affine import Clipped
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import NonUniform, SignedGrid
 from vqkv.codecs.pipeline import Chain
@@ -77,6 +78,13 @@ def test_oscar_is_rotation_clip_and_two_bits():
         expected = (((y - low) / step).round() * step + low) @ basis.T
         wrong = (read[0, head] @ basis - expected @ basis).abs() > 0.1 * step  # a code at the edge may fall either way
         assert wrong.float().mean() < 0.01
+
+
+def test_clipping_ends_at_a_share_of_the_magnitudes():
+    x = torch.tensor([-9.0, -1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]).view(1, 1, 1, 10)
+    ends = Clipped(0.8).encode(x)[1]  # magnitudes 0.5, 1 ... 9: the ninth is 8
+    assert ends["low"].item() == -8 and ends["high"].item() == 8
+    assert Clipped(1.0).encode(x)[1]["low"].item() == -9
 
 
 def test_bits_go_where_four_to_their_power_leaves_most():
