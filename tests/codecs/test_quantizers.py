@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer, HalfQuadratic, MinMax
 from vqkv.codecs.exact import Fp16
-from vqkv.codecs.grid import Grid, gaussian_grids
+from vqkv.codecs.grid import Grid, NonUniform, WeightedChain, gaussian_grids
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import codec_from_config
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
@@ -109,6 +109,15 @@ def test_levels_learned_with_fisher_weights_lower_what_errors_cost_at_equal_byte
         rows.append(((error * metric.diagonal(dim1=1, dim2=2).unsqueeze(1)).sum(), codec.side_bytes))
     plain, alike, weighted = rows
     assert weighted[0] < 0.2 * min(plain[0], alike[0]) and plain[1] == weighted[1]
+
+
+def test_equal_weights_and_none_at_all_teach_the_same_levels():
+    x = gaussian(2, HEADS, 640, 64)
+    plain = Chain([], NonUniform(3), 64).fit(x)
+    for weight in (0.0, 1e-6):
+        codec = WeightedChain([], NonUniform(3), 64)
+        codec.weigh(weight * torch.eye(64).expand(HEADS, -1, -1))
+        assert torch.equal(codec.fit(x).quantizer.levels, plain.quantizer.levels)
 
 
 def test_stored_grids_are_what_lloyd_leaves_and_explain_what_they_claim():
