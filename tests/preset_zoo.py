@@ -1,30 +1,19 @@
 """Every preset, small enough for a random checkpoint and a few dozen tokens."""
 
+import codec_zoo
+
 from vqkv import presets
 
 LEARNED = {"num_quantizers": 2, "codebook_size": 16, "group_size": 8}
 
-SMALL = {
+SMALL = codec_zoo.SMALL | {
     "fp16": presets.fp16(),
     "lossless": presets.lossless(block_tokens=16),
     "vqllm": presets.vqllm(**LEARNED),
     "beam": presets.vqllm(**LEARNED, beam=4),
-    "quanto": presets.quanto(),
-    "hqq": presets.hqq(),
     "kivi": presets.kivi(block_tokens=16, recent_window=8),
-    "kvquant": presets.kvquant(bits=2, block_tokens=16),
     "higgs": presets.higgs(recent_window=8),
-    "vqq": presets.vqq(codebook_size=16, block_tokens=16),
-    "vqq_product": presets.vqq_product(codebook_size=16, block_tokens=16),
-    "vq": presets.vq(codebook_size=16, block_tokens=16),
-    "rvq2": presets.rvq2(codebook_size=16, block_tokens=16),
     "turboquant": presets.turboquant(2),
-    "fp8": presets.fp8(),
-    "nvfp4": presets.nvfp4(),
-    "kvarn": presets.kvarn(block_tokens=16),
-    "cachegen": presets.cachegen(group=4, block_tokens=16),
-    "nsnquant": presets.nsnquant(block_tokens=16),
-    "block_gtq": presets.block_gtq(2.5),
     "turboquant outliers": presets.turboquant(2.25),
 }
 
@@ -47,3 +36,6 @@ PREDICTED = {
     "kvtc": presets.kvtc(2.0, block_tokens=16, recent_window=8),
     "oscar": presets.oscar(sink_tokens=4, recent_window=8),
 }
+
+MLP = {"epochs": 2, "minibatch": 64}
+PREDICTORS = {"linear": {}, "reduced_rank": {"rank": 3}, "mlp": MLP, "gptq": {"group_size": 4}}

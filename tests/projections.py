@@ -1,5 +1,6 @@
 """The projections that make keys and values, by name: what a model hands to its cache can be checked against them."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,3 +43,23 @@ def _kv_source(module: nn.Module) -> KVSource | None:
     if fused := getattr(module, "c_attn", None):
         return KVSource(module.layer_idx, module, fused, fused, module.num_heads, module.head_dim, 1, 2, 3)
     return None
+
+
+@contextmanager
+def changed(model, layer_role, change):
+    """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) of a layer."""
+    source = kv_sources(model)[layer_role[1]]
+    key = layer_role[0] == "key"
+    module, part = (source.key_module, source.key_part) if key else (source.value_module, source.value_part)
+
+    def hook(module, args, output):
+        new = change(source.heads(output, part)).transpose(1, 2).flatten(2)
+        parts = [*output.flatten(2).chunk(source.num_parts, dim=-1)]
+        parts[part] = new.to(output)
+        return torch.cat(parts, dim=-1).view(output.shape)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

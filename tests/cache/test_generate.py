@@ -1,46 +1,33 @@
-"""What transformers does with a cache: ways of decoding, padding, continued chats, copies, compiled forwards."""
+"""What transformers does with a cache that is given to it, or that it makes within ``vqkv.compressed``; threads."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import small_models
 import torch
 from strategies import exact
-from transformers import DynamicCache
+from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
-from vqkv import DataError, calibrate, presets
+import vqkv
+from vqkv import CompressedCache, DataError, FormatError, calibrate, presets
 from vqkv.codecs.pipeline import Codec
 
-TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(1, 4096, (8, 48), generator=torch.Generator().manual_seed(0))
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-PRESETS = {
-    "kivi": presets.kivi(4, 8, recent_window=4),
-    "higgs": presets.higgs(4, 32, sink_tokens=2, recent_window=5),
-    "aqua": presets.aqua(presets.higgs(4, 32), sink_tokens=2, recent_window=5),
-}
+MASK = torch.ones(2, 20, dtype=torch.int64)
+PADDED = MASK.index_put((torch.zeros(5).long(), torch.arange(5)), torch.tensor(0))
+HIGGS = presets.higgs(4, 32, sink_tokens=2, recent_window=5)
 
 
 model = small_models.fixture("gpt2", "qwen3")
 any_caller = small_models.fixture("gpt2", "qwen3", "opt")  # OPT calls its decoder past the base model
 
 
-@pytest.fixture(scope="module", params=sorted(PRESETS))
-def compressor(request, llama):
-    return calibrate(llama, TOKENS.repeat(4, 1), PRESETS[request.param], progress=False)
-
-
 @pytest.fixture(scope="module")
 def higgs(llama):
-    return calibrate(llama, TOKENS, PRESETS["higgs"], progress=False)
-
-
-@torch.inference_mode()
-def greedy(model, cache, tokens, new_tokens):
-    """By hand, one token at a time: what ``generate`` must equal."""
-    for _ in range(new_tokens):
-        logits = model(tokens[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:]
-        tokens = torch.cat([tokens, logits.argmax(-1)], dim=1)
-    return tokens
+    return calibrate(llama, TOKENS, HIGGS, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +68,7 @@ def test_guesses_are_taken_back_past_a_sliding_window(name, tmp_path):
 
 def test_generate_with_left_padding_equals_the_rows_alone(any_caller):
     model = any_caller
-    compressor = calibrate(model, TOKENS, PRESETS["higgs"], progress=False)
+    compressor = calibrate(model, TOKENS, HIGGS, progress=False)
     rows = [TOKENS[0, :9], TOKENS[1, :20], TOKENS[2, :14]]
     padded = torch.stack([torch.cat([torch.zeros(20 - len(row), dtype=torch.long), row]) for row in rows])
     mask = torch.stack([torch.arange(20) >= 20 - len(row) for row in rows]).long()
@@ -130,35 +117,6 @@ def test_a_pass_that_does_not_go_on_where_the_cache_ends_is_refused(model):
     assert torch.equal(going_on[0][:, 20:], going_on[1]) and cache.get_seq_length() == 20
 
 
-def test_chats_copies_and_assisted_decoding(llama, compressor, tmp_path):
-    """Prefill, generate, append, generate: as one loop over the same tokens. A prompt that is cached once is copied for
-    each question. Guesses of an assistant are cropped: tokens packed while they were in the window stay packed."""
-    prompt, cache, other = TOKENS[:1, :20], compressor.new_cache(llama), compressor.new_cache(llama)
-    first = llama.generate(prompt, past_key_values=cache, **PLAIN)
-    second = llama.generate(torch.cat([first, TOKENS[1:2, :7]], dim=1), past_key_values=cache, **PLAIN)
-    by_hand = torch.cat([greedy(llama, other, prompt, 8), TOKENS[1:2, :7]], dim=1)
-    assert torch.equal(second, greedy(llama, other, by_hand, 8))
-    cached, again = compressor.new_cache(llama), compressor.new_cache(llama)
-    for each in (cached, again):
-        llama(prompt, past_key_values=each)
-    for use in (copy.deepcopy(cached), copy.deepcopy(cached), again):
-        assert torch.equal(llama.generate(first[:, :24], past_key_values=use, **PLAIN)[:, :28], first)
-    assert cached.get_seq_length() == 20
-    assistant, cache = small_models.load("qwen3", tmp_path), compressor.new_cache(llama)
-    out = llama.generate(prompt, past_key_values=cache, assistant_model=assistant, **PLAIN)
-    assert out.shape == (1, 28) and cache.get_seq_length() == 27
-    assert all(group.sequences.seq_len == 27 for group in cache.batch.groups)
-
-
-@torch.inference_mode()
-def test_a_compiled_forward_gives_the_same_tokens(llama, higgs):
-    compiled = torch.compile(llama.forward, backend="eager")
-    cache, other = higgs.new_cache(llama), higgs.new_cache(llama)
-    for part in TOKENS[:2].split([20, 1, 1, 26], dim=1):
-        ours = compiled(part, past_key_values=cache).logits
-        torch.testing.assert_close(ours, llama(part, past_key_values=other).logits, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("kept_tokens", [0, 16, 1000])
 def test_tokens_are_encoded_once_and_decoded_once_a_step_or_once(llama, higgs, monkeypatch, kept_tokens):
     """What ``decoded_cache_bytes`` holds is decoded once; the rest once a step, for every layer's keys and values."""
@@ -184,3 +142,96 @@ def test_decoded_cache_bytes_is_a_number_of_bytes(llama, higgs):
     for wrong in (-1, 1.5, True, "1GB"):
         with pytest.raises(DataError, match="decoded_cache_bytes"):
             higgs.new_cache(llama, decoded_cache_bytes=wrong)
+
+
+@pytest.fixture(scope="module")
+def two(llama):
+    """Compressors of 16 and of about 2 bits."""
+    return [calibrate(llama, TOKENS, preset, progress=False) for preset in (presets.fp16(), presets.vqllm(2, 16, 8))]
+
+
+def generated(model, cache=None, rows=2, mask=MASK, **settings):
+    prompt = {"input_ids": TOKENS[:rows, :20], "attention_mask": mask[:rows]}
+    return model.generate(**prompt | PLAIN | settings, past_key_values=cache).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3, "rows": 1}, {"mask": PADDED}],
+    ids=["greedy", "beams", "prompt-lookup", "padded"],
+)  # fmt: skip
+def test_generate_reads_what_a_cache_passed_to_it_would(llama, two, settings):
+    wanted = generated(llama, two[1].new_cache(llama), **settings)
+    with vqkv.compressed(llama, two[1]) as use:
+        assert generated(llama, **settings) == wanted
+    assert use.cache.report().bits_per_value < 3 and use.cache.get_seq_length() == 27
+
+
+def test_only_caches_that_the_model_makes_within_the_block_are_compressed(llama, mini, two):
+    wanted, mine = generated(llama), DynamicCache(config=llama.config)
+    llama(TOKENS[:1], past_key_values=mine)
+    with pytest.raises(ZeroDivisionError), vqkv.compressed(llama, two[1]) as use:
+        llama(TOKENS[:1, :1], past_key_values=mine)
+        llama(TOKENS[:1], use_cache=False)
+        llama(TOKENS[:1], past_key_values=two[0].new_cache(llama))
+        1 / 0  # noqa: B018
+    assert mine.get_seq_length() == 49 and use.cache is None
+    assert generated(llama) == wanted and type(llama(TOKENS[:1], use_cache=True).past_key_values) is DynamicCache
+    with pytest.raises(FormatError, match="calibrate"), vqkv.compressed(mini[0], two[0]):
+        pass
+
+
+def test_blocks_nest_and_threads_have_their_own_or_that_which_started_them(llama, two):
+    made = lambda: llama(TOKENS[:1]).past_key_values.compressor  # noqa: E731
+
+    def inside(compressor):
+        with vqkv.compressed(llama, compressor):
+            return {made() for _ in range(20)}
+
+    with vqkv.compressed(llama, two[1]) as use, ThreadPoolExecutor(2) as pool:
+        assert inside(two[0]) == {two[0]} and made() is two[1]
+        assert [*pool.map(inside, two)] == [{two[0]}, {two[1]}]
+        pool.submit(llama, TOKENS[:1]).result(60)
+        assert use.cache.get_seq_length() == 48
+
+
+def test_a_pipeline_and_a_streamer(mini):
+    model, tokenizer = mini
+    text = vqkv.load_corpus("python", tokenizer, "train", 64, 4, 0)
+    compressor = calibrate(model, text, presets.quanto(), progress=False)
+    with vqkv.compressed(model, compressor) as use:
+        made = pipeline("text-generation", model=model, tokenizer=tokenizer)("def main(", **PLAIN)
+        assert isinstance(use.cache, CompressedCache) and made[0]["generated_text"].startswith("def main(")
+        streamer = TextIteratorStreamer(tokenizer)
+        use.cache = None
+        asked = tokenizer("def main(", return_tensors="pt") | PLAIN | {"streamer": streamer}
+        thread = threading.Thread(target=model.generate, kwargs=asked)
+        thread.start()
+        assert "".join(streamer).startswith(made[0]["generated_text"])
+        thread.join()
+        assert isinstance(use.cache, CompressedCache)
+
+
+def test_evaluate_measures_the_same_within_a_block(llama, two):
+    exact, wanted = llama(TOKENS[:1]).logits, vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16)
+    with vqkv.compressed(llama, two[1]):
+        assert torch.equal(llama(TOKENS[:1]).logits, exact)
+        assert vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16) == wanted
+
+
+def test_threads_share_a_model(llama, higgs):
+    """Between every two layers of an evaluation, another thread generates with a cache of its own and calibrates."""
+    expected, wanted = vqkv.evaluate(llama, higgs, TOKENS[:2]), generated(llama, higgs.new_cache(llama), mask=PADDED)
+    main = threading.get_ident()
+
+    def another(*_):
+        if threading.get_ident() == main:
+            assert pool.submit(generated, llama, higgs.new_cache(llama), mask=PADDED).result(60) == wanted
+            fitted = pool.submit(calibrate, llama, TOKENS, HIGGS, progress=False)
+            assert fitted.result(60).fingerprint == higgs.fingerprint
+
+    handle = llama.model.layers[1].mlp.register_forward_hook(another)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert vqkv.evaluate(llama, higgs, TOKENS[:2]) == expected
+    finally:
+        handle.remove()

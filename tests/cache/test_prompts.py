@@ -3,11 +3,12 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from adapters import adapt, switch
 from preset_zoo import EVERY
+from torch import nn
 
 from vqkv import CompressedCache, DataError, FormatError, calibrate
 from vqkv.cache.prompts import FORMAT, VERSION, PromptCache
@@ -45,18 +46,6 @@ def read(model, compressor, tokens, pieces=(40,)):
         if len(piece):
             feed(model, cache, piece)
     return cache
-
-
-def two_turns(model, compressor, folder):
-    """A ``PromptCache`` with 40 tokens and the 40 after them, and both files."""
-    prompts, text = PromptCache(folder, compressor, model), TOKENS[0]
-    cache = read(model, compressor, text[:40])
-    prompts.save(text[:40], cache)
-    (first,) = prompts.folder.iterdir()
-    feed(model, cache, text[40:80])
-    prompts.save(text[:80], cache)
-    (second,) = set(prompts.folder.iterdir()) - {first}
-    return prompts, cache, first, second
 
 
 def test_a_chat_goes_on_as_if_never_saved_and_stores_each_block_once(llama, compressor, tmp_path):
@@ -98,12 +87,21 @@ def test_the_longest_common_prefix_is_found_and_something_is_left_to_read(llama,
             assert torch.equal(feed(llama, cache, tokens[count:]), feed(llama, expected, tokens[count:]))
 
 
-def test_a_file_that_went_is_a_miss_and_only_a_damaged_one_of_a_chat_is_removed(llama, quanto, tmp_path):
-    prompts, cache, first, second = two_turns(llama, quanto, tmp_path)
+def test_a_file_that_went_is_a_miss_and_only_a_damaged_one_of_a_chat_is_removed(llama, quanto, tmp_path, monkeypatch):
+    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
+    cache = read(llama, quanto, text[:40])
+    prompts.save(text[:40], cache)
+    (first,) = prompts.folder.iterdir()
+    feed(llama, cache, text[40:80])
+    prompts.save(text[:80], cache)
+    (second,) = {*prompts.folder.iterdir()} - {first}
     content = first.read_bytes()
     first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert prompts.find(TOKENS[0]) == (None, 0) and [*prompts.folder.iterdir()] == [second]
     first.write_bytes(content)
+    with monkeypatch.context() as patch:  # what cannot be read now is a miss and stays
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError("Too many open files")))
+        assert prompts.find(TOKENS[0]) == (None, 0)
     assert prompts.find(TOKENS[0])[1] == 80
     first.unlink()
     assert prompts.find(TOKENS[0]) == (None, 0)
@@ -114,44 +112,25 @@ def test_a_file_that_went_is_a_miss_and_only_a_damaged_one_of_a_chat_is_removed(
     assert prompts.find(TOKENS[0]) == (None, 0) and second.exists()
 
 
-def out_of_files(path):
-    raise OSError("Too many open files")
-
-
-def test_what_cannot_be_read_now_is_a_miss_and_stays(llama, quanto, tmp_path, monkeypatch):
-    prompts, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
-    prompts.save(text, read(llama, quanto, text))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", out_of_files)
-        assert prompts.find(text) == (None, 0)
-    assert prompts.find(text)[1] == 95
-
-
 @pytest.mark.parametrize("tokens", [TOKENS[0][:39], TOKENS[:2, :40], torch.zeros(0, dtype=torch.int64)])
 def test_tokens_that_are_not_the_caches_are_refused(llama, quanto, tmp_path, tokens):
     with pytest.raises(DataError, match="tokens"):
         PromptCache(tmp_path, quanto, llama).save(tokens, read(llama, quanto, TOKENS[0][:40]))
 
 
-def add(model):
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 5] += 0.25
-
-
 def write_data(model):
     model.model.layers[0].mlp.up_proj.weight.data *= 1.5
 
 
-def new_module(model):
-    model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
-    add(model)
+def replace_module(model):
+    model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.gate_proj)
 
 
 def rotate_otherwise(model):
     model.model.rotary_emb.inv_freq *= 0.5
 
 
-@pytest.mark.parametrize("change", [add, write_data, new_module, rotate_otherwise, lambda model: model.half()])
+@pytest.mark.parametrize("change", [write_data, replace_module, rotate_otherwise, nn.Module.half])
 def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, quanto, tmp_path, change):
     model = copy.deepcopy(llama)
     prompts, before = PromptCache(tmp_path, kivi, model), identity(model)
@@ -168,26 +147,40 @@ def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, q
     assert PromptCache(tmp_path, quanto, llama).find(TOKENS[0])[1] == 0  # another compressor
 
 
-@pytest.mark.parametrize("where", [("self_attn", "q_proj"), ("mlp", "up_proj")])
+class Lora(nn.Module):
+    """A linear layer and what its active adapters add, with the names, switches and in-place merges of peft's."""
+
+    def __init__(self, base_layer: nn.Linear):
+        super().__init__()
+        self.base_layer, self.scaling = base_layer, {"a": 2.0, "b": 2.0}
+        self.lora = nn.ParameterDict({name: 0.05 * torch.randn(base_layer.weight.shape) for name in "ab"})
+        self._active_adapter, self._disable_adapters, self.merged_adapters = ["a"], False, []
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        for name in [] if self._disable_adapters or self.merged_adapters else self._active_adapter:
+            y = y + self.scaling[name] * x @ self.lora[name].T
+        return y
+
+
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp.up_proj"])
 def test_each_adapter_finds_its_own_prompts_and_tokens_of_two_are_saved_under_neither(llama, tmp_path, where):
-    model, adapters = adapt(copy.deepcopy(llama), *where)
+    model = copy.deepcopy(llama)
+    adapter = Lora(model.model.layers[0].get_submodule(where)).eval()
+    model.model.layers[0].set_submodule(where, adapter)
     kivi = calibrate(model, TOKENS, EVERY["kivi"], progress=False)
     prompts, text = PromptCache(tmp_path, kivi, model), TOKENS[0]
-    for state in ({}, {"_active_adapter": ["b"]}, {"_disable_adapters": True}):
-        switch(adapters, **state)
+    for adapter._active_adapter, adapter._disable_adapters in ((["a"], False), (["b"], False), (["b"], True)):
         assert prompts.find(text) == (None, 0)
         prompts.save(text, read(model, kivi, text))
         assert prompts.find(text)[1] == 95
-    switch(adapters, _disable_adapters=False)
-    mixed = kivi.new_cache(model)
-    for active in ("b", "a"):  # the first before any token
-        switch(adapters, _active_adapter=[active])
+    mixed, adapter._disable_adapters = kivi.new_cache(model), False
+    for adapter._active_adapter in (["b"], ["a"]):  # the first before any token
         feed(model, mixed, text[:32])
     with pytest.raises(DataError, match="weights or adapters changed"):
         mixed.save(tmp_path / "cache")
-    for adapter in adapters:
-        adapter.merge()
+    adapter.base_layer.weight.data += adapter.scaling["a"] * adapter.lora["a"]
+    adapter.merged_adapters = ["a"]
     assert prompts.find(text) == (None, 0)
-    for adapter in adapters:  # of a merge that is undone the rounding stays
-        adapter.merged_adapters = []
+    adapter.merged_adapters = []  # of a merge that is undone the rounding stays
     assert prompts.find(text) == (None, 0) and len(list(tmp_path.glob("*/*.prompt"))) == 3

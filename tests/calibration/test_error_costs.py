@@ -1,11 +1,9 @@
 """What errors in keys and values cost: predicted from gradients, and measured one layer and role at a time."""
 
-from contextlib import contextmanager
-
 import pytest
 import small_models
 import torch
-from projections import kv_sources
+from projections import changed
 
 from vqkv import DataError, calibrate, presets
 from vqkv.calibration.error_costs import cost_curves, fisher_metrics
@@ -24,26 +22,6 @@ def model(request, tmp_path_factory):
     name, *sliding = request.param.split()
     make = small_models.sliding if sliding else small_models.load
     return make(name, tmp_path_factory.mktemp(name))
-
-
-@contextmanager
-def changed(model, layer_role, change):
-    """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) of a layer."""
-    source = kv_sources(model)[layer_role[1]]
-    key = layer_role[0] == "key"
-    module, part = (source.key_module, source.key_part) if key else (source.value_module, source.value_part)
-
-    def hook(module, args, output):
-        new = change(source.heads(output, part)).transpose(1, 2).flatten(2)
-        parts = [*output.flatten(2).chunk(source.num_parts, dim=-1)]
-        parts[part] = new.to(output)
-        return torch.cat(parts, dim=-1).view(output.shape)
-
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.inference_mode()

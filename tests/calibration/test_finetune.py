@@ -52,6 +52,11 @@ def test_all_attention_weights_are_trained_and_nothing_else(models, name, preset
         assert changed == (id(weight) in attention), key
         assert weight.grad is None and weight.requires_grad == (weight is not frozen)
         assert weight.dtype == torch.float32
+    if preset:
+        assert model.vqkv_name == f"{models[name].vqkv_name} fine-tuned" == result.compressor.model["name"]
+        result.compressor.check(model)
+        with pytest.raises(FormatError, match="other attention weights"):
+            result.compressor.check(models[name])
     assert not model.training and model.get_submodule("lm_head").training
     assert preset is None or result.compressor.settings.sink_tokens == preset.sink_tokens
     assert len(result.losses) == 3 and (result.compressor is None) == (preset is None)
@@ -169,15 +174,6 @@ def test_a_loss_that_is_not_finite_names_its_step_and_leaves_the_model_alone(mod
     model.lm_head.load_state_dict(before.lm_head.state_dict())
     assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_fine_tuned_model_and_its_compressor_belong_together(models):
-    original = models["llama"]
-    twin, result = tuned(original, lr=3e-2)
-    assert twin.vqkv_name == f"{original.vqkv_name} fine-tuned" == result.compressor.model["name"]
-    result.compressor.check(twin)
-    with pytest.raises(FormatError, match="other attention weights"):
-        result.compressor.check(original)
 
 
 def test_losses_are_of_the_quantized_model_and_fall(models):

@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv import FormatError
+from vqkv.codecs import groups
 from vqkv.codecs.grid import gaussian_tables
-from vqkv.codecs.groups import (
-    ENDS,
-    SIZES,
-    WIDTHS,
-    ByteGroups,
-    ComponentGroups,
-    _cheapest,
-    _error,
-    _least_errors,
-    _sizes,
-)
+from vqkv.codecs.groups import ByteGroups, ComponentGroups
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
@@ -45,19 +36,22 @@ def every_grouping(components):
 def test_no_grouping_within_the_budget_is_better(seed, bits):
     rows = gaussian(1, 1, 12, 64, seed=seed)[0, 0] * 2 ** torch.linspace(2, -4, 64)
     budget = int(bits * 64)
-    groups = _cheapest(rows, budget).tolist()
+    cheapest = groups._cheapest(rows, budget).tolist()
 
     def cost(sizes, widths):
-        return sum(size * width + ENDS * (width > 0) for size, width in zip(sizes, widths, strict=True))
+        return sum(size * width + groups.ENDS * (width > 0) for size, width in zip(sizes, widths, strict=True))
 
     def error(sizes, widths):
-        return sum(_error(part, width) for part, width in zip(rows.split(sizes, dim=-1), widths, strict=True))
+        return sum(groups._error(part, width) for part, width in zip(rows.split(sizes, dim=-1), widths, strict=True))
 
-    assert sum(size for size, _ in groups) == 64 and cost(*zip(*groups, strict=True)) <= budget
+    assert sum(size for size, _ in cheapest) == 64 and cost(*zip(*cheapest, strict=True)) <= budget
     tried = [
-        (s, w) for s in every_grouping(64) for w in itertools.product(WIDTHS, repeat=len(s)) if cost(s, w) <= budget
+        (s, w)
+        for s in every_grouping(64)
+        for w in itertools.product(groups.WIDTHS, repeat=len(s))
+        if cost(s, w) <= budget
     ]
-    assert error(*zip(*groups, strict=True)) == pytest.approx(min(error(*each) for each in tried), rel=1e-4)
+    assert error(*zip(*cheapest, strict=True)) == pytest.approx(min(error(*each) for each in tried), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +126,9 @@ def test_groups_of_a_byte_are_those_of_least_error():
         return sum(parts) + variance[ends[-1] :].sum()
 
     for count in (1, 2, 3):
-        tried = [sizes for sizes in itertools.product(SIZES[:5], repeat=count) if sum(sizes) <= len(variance)]
+        tried = [sizes for sizes in itertools.product(groups.SIZES[:5], repeat=count) if sum(sizes) <= len(variance)]
         best = pytest.approx(min(map(error, tried)))
-        assert _least_errors(variance)[0][-1, count] == best and error(_sizes(variance, count)) == best
+        assert groups._least_errors(variance)[0][-1, count] == best and error(groups._sizes(variance, count)) == best
 
 
 @pytest.mark.parametrize("kind", ["few tokens", "few vectors", "a dead head", "all zeros"])

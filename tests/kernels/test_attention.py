@@ -1,7 +1,6 @@
 """Attention to packed tokens where they lie on a CPU, against everything decoded."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import FORMATS, affine, as_decoded, gaussian, made, mapped, rope
@@ -41,10 +40,3 @@ def test_products_with_affine_codes_on_a_cpu(batch, heads, shared, new_tokens, t
     keys, values = (affine(6 * size, b, 6 * size // g, tokens, heads, batch, b) for b, g in zip(bits, groups))
     assert products.serves(keys, values, None)
     as_decoded(cpu, gaussian(batch, heads * shared, new_tokens, 6 * size), keys, values, None, 2e-5)
-
-
-@pytest.mark.parametrize("block", [1, 16])
-def test_a_piece_at_a_time_rotates_as_all_at_once(block):
-    rotation, x = rope(4, 5, block), gaussian(1, 2, 40, 4)
-    parts = [rotation.rotated(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
-    torch.testing.assert_close(torch.cat(parts, dim=2), rotation.rotated(x))

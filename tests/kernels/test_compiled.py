@@ -1,8 +1,6 @@
 """A CPU's loops against naive ones: affine codes, packing, threads."""
 
 import multiprocessing
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,24 +54,16 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.join()
 
 
-def test_full_precision_lasts_until_the_last_thread_leaves():
-    def within(entered, leave) -> str:
-        with full_precision(torch.device("cpu")):
-            entered.set()
-            leave.wait(30)
-            return torch.get_float32_matmul_precision()
-
+def test_full_precision_lasts_until_the_last_leaves():
+    """Of two threads, say, the first that enters leaves first."""
     torch.set_float32_matmul_precision("high")
     try:
-        events = [(threading.Event(), threading.Event()) for _ in range(2)]
-        with ThreadPoolExecutor(2) as pool:
-            works = []
-            for entered, leave in events:
-                works.append(pool.submit(within, entered, leave))
-                entered.wait(30)
-            for work, (_, leave) in zip(works, events, strict=True):
-                leave.set()
-                assert work.result(30) == "highest"
+        first, second = (full_precision(torch.device("cpu")) for _ in range(2))
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "highest"
+        second.__exit__(None, None, None)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")

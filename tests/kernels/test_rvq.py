@@ -41,12 +41,23 @@ def test_codes_are_naive_whichever_loop(rows, dim, codebook_size, quantizers, du
     assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
 
 
-@pytest.mark.parametrize("dim, codebook_size", [(4, 100), (32, 100), (32, 2048)])
-@pytest.mark.parametrize("value", [3e38, 1e-38, 1e-44])
-@pytest.mark.parametrize("where", ["row", "code"])
-def test_values_that_fp32_cannot_rank(dim, codebook_size, value, where):
-    x, codebooks = gaussian(130, dim), gaussian(2, codebook_size, dim, seed=1)
-    (x if where == "row" else codebooks[1])[77, dim // 2] = value
+def hard_cases():
+    """Vectors and codebooks that fp32 cannot rank."""
+    for dim, size in ((4, 100), (32, 100), (32, 2048)):
+        for value, where in itertools.product((3e38, 1e-38, 1e-44), ("row", "code")):
+            x, codebooks = gaussian(130, dim), gaussian(2, size, dim, seed=1)
+            (x if where == "row" else codebooks[1])[77, dim // 2] = value
+            yield f"{value} in a {where}, {size} codes of {dim}", x, codebooks
+    codebook = torch.cat([torch.full((1, 16), 100.0), gaussian(98, 16), torch.full((1, 16), 101.0)])
+    middle = torch.full((41, 16), 100.5).double() + torch.linspace(-1e-5, 1e-5, 41).unsqueeze(-1)
+    yield "a hair off the middle between two codes far from the origin", middle, codebook[None]
+    first, half = gaussian(70, 12) * 3000, gaussian(35, 12, seed=1)  # fp32 carries another residual along
+    between = first[:60].double() + 1e-5 * gaussian(60, 12, seed=3)
+    yield "a residual between a code and its opposite", between, torch.stack([first, torch.cat([half, -half])])
+
+
+@pytest.mark.parametrize(("x", "codebooks"), [pytest.param(*case, id=name) for name, *case in hard_cases()])
+def test_values_that_fp32_cannot_rank(x, codebooks):
     assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
 
 
@@ -123,27 +134,6 @@ def test_gaussian_vectors_get_the_codes_of_the_reference(dim, num_quantizers, co
     assert (codes == expected).all(dim=-1).double().mean() >= 0.999
     exact, fast = errors(x, expected, codebooks).mean(), errors(x, codes, codebooks).mean()
     assert abs(fast - exact) <= 1e-5 * exact
-
-
-def test_near_ties_that_fp32_cannot_tell_apart():
-    """Vectors a hair off the middle between two codes far from the origin: fp32 scores are noise there."""
-    codebook = torch.cat([torch.full((1, 16), 100.0), gaussian(98, 16), torch.full((1, 16), 101.0)])
-    nudge = torch.linspace(-1e-5, 1e-5, 41).unsqueeze(-1)
-    x = torch.full((41, 16), 100.5).double() + nudge
-    codes = cpu.rvq_encode(x, codebook[None])
-    assert torch.equal(codes, reference.rvq_encode(x, codebook[None]))
-    assert sorted(codes.unique().tolist()) == [0, 99]
-    scores = codebook.square().sum(-1) - 2 * x.float() @ codebook.T
-    assert not torch.equal(scores.argmin(-1, keepdim=True), codes)  # plain fp32 does get them wrong
-
-
-def test_ties_deep_in_the_residual():
-    """The second stage must be decided on the exact residual, not on the one that fp32 carried along."""
-    first = gaussian(70, 12) * 3000
-    second = torch.cat([gaussian(35, 12, seed=1), -gaussian(35, 12, seed=1)])
-    codebooks = torch.stack([first, second])
-    x = first[:60].double() + 1e-5 * gaussian(60, 12, seed=3)  # between a code and its opposite
-    assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
 
 
 def test_an_outlying_code_does_not_send_every_row_to_float64():
