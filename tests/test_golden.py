@@ -8,7 +8,7 @@ from vqkv import presets
 
 def test_a_key_becomes_bytes_and_text(tmp_path):
     model, tokenizer = vqkv.load_model("vqkv/llama-mini")  # 6 layers, 2 KV heads of 64 channels
-    text = vqkv.load_corpus("python-stdlib", tokenizer, split="train", seq_len=128, num_seqs=16)
+    text = vqkv.load_corpus("python-stdlib", tokenizer, split="train", seq_len=128, num_seqs=4)
 
     # Residual VQ: a scale for each head's vector, groups of 32 channels, 4 codebooks of 64 codes for each group.
     preset = presets.vqllm(num_quantizers=4, codebook_size=64, group_size=32)
@@ -47,6 +47,6 @@ def test_a_key_becomes_bytes_and_text(tmp_path):
     assert torch.equal(out, again) and out.shape[1] == prompt["input_ids"].shape[1] + 8
 
     # What the compression costs: the next-token distribution against that of the exact cache.
-    row = vqkv.evaluate(model, compressor, text[:2, :64], protocol="chunked", chunk_size=16)
+    row = vqkv.evaluate(model, compressor, text[:2, :64], protocol="chunked", chunk_size=32)
     exact = vqkv.calibrate(model, text, presets.fp16(), progress=False)
     assert row["kl_mean"] > 0.001 and vqkv.evaluate(model, exact, text[:2, :64])["kl_mean"] < 1e-4

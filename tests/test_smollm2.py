@@ -17,7 +17,7 @@ pytestmark = [
 
 def test_it_generates_from_a_compressed_cache_and_two_bits_lose_facts():
     model, tokenizer = vqkv.load_model("smollm2-135m")
-    train = vqkv.load_corpus("prose", tokenizer, "train", 260, 1)
+    train = vqkv.load_corpus("prose", tokenizer, "train", 132, 1)
     cache = vqkv.calibrate(model, train, presets.higgs(4), progress=False).new_cache(model)
     asked = tokenizer("The capital of France is", return_tensors="pt")
     out = model.generate(**asked, past_key_values=cache, max_new_tokens=3, do_sample=False)

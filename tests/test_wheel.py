@@ -89,11 +89,12 @@ def test_the_wheel_has_every_file_but_the_guides(wheel):
 def test_the_wheel_with_its_core_dependencies_runs_the_readmes_example(python, tmp_path):
     assert "calibrate" in run(python.parent / "vqkv", "--help", cwd=tmp_path)
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    example = example.replace("2000", "300").replace("=32", "=8")  # which takes 20 seconds less
     example += "print(vqkv.__file__)\nprint(len(vqkv.recommend('vqkv/llama-mini')), vqkv.__version__)\n"
-    example += "print(vqkv.evaluate(model, compressor, prompt[:, :200].view(2, 100))['kl_high'] > 0)\n"
+    example += "print(vqkv.evaluate(model, compressor, prompt[:, :96].view(2, 48))['kl_high'] > 0)\n"
     for line in ERRORS:
         example += f"try: exec({line!r})\nexcept (ImportError, ValueError) as error: print(error)\n"
     *_, report, where, _, interval = (printed := run(python, "-c", example, cwd=tmp_path).splitlines())[: -len(ERRORS)]
-    assert re.match(r"1 x 20\d\d tokens in [\d,]+ bytes", report) and str(python.parent.parent) in where
+    assert re.match(r"1 x 30\d tokens in [\d,]+ bytes", report) and str(python.parent.parent) in where
     assert interval == "True"
     assert [re.search(r"'vqkv\[(\w+)\]'", line).group(1) for line in printed[-len(ERRORS) :]] == [*ERRORS.values()]

@@ -67,6 +67,7 @@ OWN = {  # what a type's own configuration wants
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
 WIDE = {  # two layers as wide as a published model's, of few words

@@ -18,7 +18,7 @@ def small(monkeypatch, tmp_path):
     """Two systems, at a size that takes seconds, into the current folder; nothing of it in the user's cache."""
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "SIZES", [((4, 256), (2, 256), 2, (384, 448))])
+    monkeypatch.setattr(module, "SIZES", [((2, 256), (2, 256), 2, (300, 364))])
     monkeypatch.setattr(module, "SYSTEMS", {name: module.SYSTEMS[name] for name in ("int4", "HIGGS 3")})
 
 

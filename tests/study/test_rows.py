@@ -33,7 +33,7 @@ def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
 
 
 def test_codebooks_of_their_own_cost_side_information_and_no_bits():
-    subject = Subject("vqkv/llama-mini", "python-stdlib", [4, 128], [2, 128])
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 64])
     quantizer = {"codebook_size": 16, "num_quantizers": 2, "group_size": 32}
     table = group_sizes(subject=subject, seeds=[0], sizes=[16, 32], quantizer=quantizer, chunk_size=32)
     own = table[table["group_size"] == 32].set_index("codebooks")
