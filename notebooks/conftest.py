@@ -14,6 +14,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+import matplotlib.pyplot as plt
 import nbval.kernel
 import pandas as pd
 from ipykernel.inprocess.manager import InProcessKernelManager
@@ -35,6 +36,7 @@ class Kernels(InProcessKernelManager):
 def start(startup_timeout: float, kernel_name: str, stderr, cwd: str):
     """Start a kernel that is no process: its manager and client."""
     os.chdir(cwd)
+    plt.rcdefaults()
     pd.reset_option("^display")  # pages set some
     pd.set_option("display.max_columns", 20)  # as where there is no terminal
     manager = Kernels()

@@ -31,6 +31,9 @@ class Commands(typer.core.TyperGroup):
             remedy = ": pip install 'vqkv[study,peers]'" if isinstance(error, ModuleNotFoundError) else ""
             typer.echo(f"error: {error}{remedy}", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted" + "; the same command goes on" * (ctx.invoked_subcommand == "compare"), err=True)
+            raise typer.Exit(130) from error
 
 
 app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

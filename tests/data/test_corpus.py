@@ -51,7 +51,7 @@ REFUSED = {
     "empty": (DataError, "no text file", {}),
     "missing.txt": (DataError, "there is no file 'missing.txt'", {}),
     "bytes.txt": (DataError, "is not UTF-8 text", {}),
-    "rows.jsonl": (DataError, "holds rows, not text: give redpajama@", {}),
+    "rows.jsonl": (DataError, "holds rows, not text: give redpajama@FOLDER", {}),
 }
 
 

@@ -122,7 +122,7 @@ def test_break_even_is_where_the_cache_gets_smaller(block, side, tokens):
     [
         ({"context": 0}, "context"),
         ({"batch_size": 1.5}, "batch_size"),
-        ({"model_or_config": "no/such/model"}, "no config of 'no/such/model'"),
+        ({"model_or_config": "no/such/model"}, "no config.json of 'no/such/model'"),
         ({"model_or_config": "mistralai/Mistral-7B-v0.1"}, "sliding window"),
     ],
 )

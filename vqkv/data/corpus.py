@@ -105,6 +105,8 @@ def _source(name: str, split: str, seed: int) -> tuple[Iterator[str], str]:
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
     name = of_split(name, split)
+    if not str(name).strip():
+        raise UnknownNameError("corpus", name, [*CORPORA, *HUB_CORPORA])
     if name in CORPORA:
         return bundled.documents(name, split, seed), "windows"
     if name not in HUB_CORPORA and (files := text_files(name)):
@@ -123,7 +125,7 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix in (".json", ".jsonl"):
-            raise DataError(f"{name!r} holds rows, not text: give redpajama@{path.parent} for its column 'text'")
+            raise DataError(f"{name!r} holds rows, not text: give redpajama@FOLDER, whose .jsonl files have a 'text'")
         return [(path.name, path)]
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())

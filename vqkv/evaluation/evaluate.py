@@ -22,7 +22,7 @@ TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Any]  # what one batch adds to a row: tensors and the byte meter's report
 NOTHING_LEFT = (
-    "nothing is left to score after the tokens that read nothing packed: use longer sequences, or a smaller "
+    "nothing is left to score that read anything packed: use longer sequences, or a preset with a smaller "
     "recent_window= or block_tokens="
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
 # Of adapters (peft): which act, whether they are merged into the weights, and their factors.
@@ -25,16 +26,15 @@ def identity(model) -> str:
     """Name a model in sixteen hex digits by all weights (bytes, types, shapes), adapters and RoPE parameters.
 
     Only weights whose ``stamp`` changed are read again. Writes past torch's version counters (through ``.data``, or
-    into weights made in inference mode) are noticed if they change a sampled element; those into weights that a device
-    map keeps elsewhere are not."""
+    into weights made in inference mode) are noticed if they change a sampled element, unless a device map keeps it."""
     before, now = _digests.get(model, {}), dict[tuple, str]()
     weights, state = _ask(model)
     for mark, module, name, x in weights:
-        now[mark] = before.get(mark) or now.get(mark, "")
-        if not now[mark]:
+        if not (digest := before.get(mark) or now.get(mark)):
             with fetched(module):
                 here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
-                now[mark] = tensors_sha256(("", part) for part in here)
+                digest = tensors_sha256(("", part) for part in here)
+        now[mark] = digest
     _digests[model] = now
     return hashlib.sha256(repr([state, [now[mark] for mark, *_ in weights]]).encode()).hexdigest()[:16]
 
@@ -67,7 +67,7 @@ def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
             version = None if x.is_inference() else x._version
             mark: tuple = number, name
             if not x.is_meta:
-                sample = bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))
+                sample = b"" if x.is_quantized else bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))
                 mark = x.data_ptr(), version, x.dtype, x.shape, sample
             weights.append((mark, module, name, x))
     return weights, state
@@ -81,6 +81,9 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
+            if isinstance(x, torch.ScriptObject):
+                remedy = "quantize with torchao, quanto or bitsandbytes"
+                raise DataError(f"{type(module).__name__} packs its weights where they cannot be read: {remedy}")
             if isinstance(x, Tensor) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
 

@@ -37,6 +37,8 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     ``sequential``. Only safetensors weights are read, and no code that comes with a model is run unless
     ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
     """
+    if str(name).startswith("vqkv/") and name not in BUNDLED:
+        raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
     device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
@@ -57,8 +59,7 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
         reason = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         if Path(path).is_dir():
             raise FormatError(f"folder {path} holds no model that can be loaded on {device!r}: {reason}") from error
-        remedy = f"A folder or hub name also works, but here: {reason}"
-        raise UnknownNameError("model", name, BUNDLED, remedy) from error
+        raise UnknownNameError("model", name, BUNDLED, f"A folder or hub name works, too; here: {reason}") from error
     model.vqkv_name = TITLES.get(name, str(name))
     return model.eval(), tokenizer
 
@@ -113,8 +114,7 @@ def config_of(name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(_path(name))
     except Exception as error:  # as above
-        remedy = "name a folder, or pass a config"
-        raise DataError(f"no config of {name!r}, here or on a hub that can be reached: {remedy}") from error
+        raise DataError(f"no config.json of {name!r}, here or on the hub: name a folder, or pass a config") from error
 
 
 def fingerprint(model) -> str:

@@ -24,8 +24,7 @@ _rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> 
 class Rotation(nn.Module):
     """Channels ``first[i]`` and ``second[i]`` of each head rotate by ``position * angle[i]`` (radians, float64); the
     others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i
-    rotates with channel i + rotary_dim / 2, as kernels that rotate expect. ``block``: positions count as that of the
-    first of their block of so many."""
+    rotates with channel i + rotary_dim / 2, as kernels expect. ``block``: a position counts as its block's first."""
 
     def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int, block: int = 1):
         super().__init__()

@@ -129,8 +129,7 @@ def live(bits: float = 2.25, block_tokens: int = 16, seed: int = 0) -> Preset:
     """Code at a fixed rate, for a cache in use that attention reads in place.
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
-    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost. Keys are rotated
-    back in blocks of 16 tokens."""
+    more they vary (``ByteGroups``). ``bits`` are split by marginal cost. Keys are rotated back in blocks of 16."""
     codec = chain(MeanRemoval(), PCA(weighted=True), ByteGroups(bits, seed))
     plan = Budgeted(LayerPlan(), bits)
     return Preset("live", codec, codec, sink_tokens=4, block_tokens=block_tokens, pre_rope=16, plan=plan)

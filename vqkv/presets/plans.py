@@ -96,8 +96,7 @@ class Budgeted(LayerPlan):
 
 @dataclass(frozen=True)
 class Joint(LayerPlan):
-    """All layers' keys, and values, stored by the first layer's codecs as one layer of so many more heads (KVTC).
-    Layers must have equal shapes."""
+    """All layers' keys, and values, of equal shapes, stored by the first layer's codecs as one layer (KVTC)."""
 
     def arrange(self, preset: Preset, trial) -> list[dict[str, RolePlan]]:
         shapes = trial.shapes

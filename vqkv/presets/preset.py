@@ -5,8 +5,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Chain, Codec
@@ -46,8 +45,7 @@ class Preset:
     """A way to store a cache. ``key_codec`` and ``value_codec`` make an unfitted codec for one layer; they check
     head_dim if it is given. The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are
     packed ``block_tokens`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE
-    can be undone. ``plan``: which layers are predicted from which; ``if_too_few_tokens``: what is calibrated instead
-    where that does not pay."""
+    can be undone. ``plan``: which layers are predicted from which; ``if_too_few_tokens``: what is calibrated else."""
 
     name: str
     key_codec: Callable[..., Codec]
@@ -84,16 +82,16 @@ class Preset:
 
 def chain(*parts: Stage | Quantizer, kind: type[Chain] = Chain) -> Callable[..., Codec]:
     """Describe a codec by its stages and, last, its quantizer: what is returned makes chains of copies of them."""
+    return partial(_chain, parts, kind)
 
-    def make_chain(head_dim: int | None = None) -> Codec:
-        copies: list[Any] = [*copy.deepcopy(parts)]
-        return kind(copies[:-1], copies[-1], head_dim)
 
-    return make_chain
+def _chain(parts: tuple, kind: type[Chain], head_dim: int | None = None) -> Codec:
+    *stages, quantizer = copy.deepcopy(parts)
+    return kind(stages, quantizer, head_dim)
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
-OF_EVERY_PRESET = ("sink_tokens", "recent_window", "pre_rope")  # fields of ``Preset``
+OF_EVERY_PRESET = {"sink_tokens": int, "recent_window": int, "pre_rope": bool | int | None}  # fields of ``Preset``
 
 
 def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
@@ -101,7 +99,8 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
     and the preset notes them (as the function does itself, where it names one). Every preset takes the settings
     ``OF_EVERY_PRESET``, too, in place of those that the function chose."""
     own = inspect.signature(function)
-    settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in OF_EVERY_PRESET]
+    describe = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=...)
+    settings = [describe(name, annotation=kind) for name, kind in OF_EVERY_PRESET.items()]
     signature = own.replace(parameters=sorted([*own.parameters.values(), *settings], key=lambda each: each.kind))
 
     @wraps(function)
@@ -109,8 +108,8 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
         given = {name: named.pop(name) for name in OF_EVERY_PRESET if name in named}
         bound = own.bind(*positional, **named)
         bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            check_type(f"argument {name} of preset {function.__name__!r}", value, own.parameters[name])
+        for name, value in (bound.arguments | given).items():
+            check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
         made = function(*bound.args, **bound.kwargs)
         noted = {name: made.arguments.get(name, value) for name, value in bound.arguments.items()}
         return dataclasses.replace(made, arguments=noted | given, **given)

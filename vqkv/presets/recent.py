@@ -26,8 +26,7 @@ def kvtc(bits: float = 2.0, deflate: bool = True, rank: int = 0, block_tokens: i
 
     ``bits`` are what a value takes before deflating. Here a group's values in a token lie between two ends of 16 bits,
     groups have 16 to 1,024 components, ``block_tokens`` are deflated together, each group by itself, and PCA
-    is exact, not randomised. Without ``deflate`` components are rounded to one step and rANS-coded, in place of groups
-    and their ends."""
+    is exact, not randomised. Without ``deflate`` components are rounded to one step and rANS-coded, not in groups."""
     quantizer = ComponentGroups(bits) if deflate else EntropyCodedScalar(bits)
     codec = chain(MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block_tokens), quantizer)
     return Preset("kvtc", codec, codec, sink_tokens=4, recent_window=128, block_tokens=block_tokens, plan=Joint())
@@ -128,7 +127,6 @@ def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0) -> Preset
 def aatc(bits: float = 2.0, block_tokens: int = 32) -> Preset:
     """AATC (arXiv 2608.14191): each head's channels rotated to the components in which errors count as much as they
     cost attention, and bits poured over those of all layers, keys and values, in reverse, which one step with entropy
-    coding does. Costs are here those of the model's loss (Fisher information), not of its attention outputs, so that
-    this is ``best``'s "short"."""
+    coding does. Costs are here those of the model's loss (Fisher information): this is ``best-short``."""
     made = crossed("uniform", bits, rotation="fisher_pca", merged=False, mixed=True, block_tokens=block_tokens)
     return dataclasses.replace(made, name="aatc")

@@ -157,7 +157,7 @@ def release(done: MeasuringTrainer, out: Path, test: TokenStream) -> None:
     model.save_pretrained(out)
     done.processing_class.save_pretrained(out)
     metrics = abilities(model.float().to(done.args.device).eval(), done.processing_class, test, windows=200, rows=64)
-    where = platform.processor() if done.args.use_cpu else torch.cuda.get_device_name()
+    where = (platform.processor() or platform.machine()) if done.args.use_cpu else torch.cuda.get_device_name()
     log = {"tokens": done.train_dataset.seen[-1], "steps": done.state.global_step, "device": where, "released": metrics}
     (out / "training.json").write_text(json.dumps(log | {"log": done.state.log_history}))
 

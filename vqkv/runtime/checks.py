@@ -20,8 +20,7 @@ MANY = 1 << 62  # tokens, sequences or bytes
 
 def check_values(x: Tensor, head_dim: int | None = None, block_tokens: int = 1, most: float = math.inf) -> Tensor:
     """Return ``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); all checks of codecs' input are here.
-    Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
-    or a magnitude above ``most``."""
+    Raises ``DataError`` for other shapes, no tokens, another ``head_dim``, a broken block, NaN or too large values."""
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise DataError(f"expected a floating tensor (batch, num_kv_heads, seq_len, head_dim), got {got}")

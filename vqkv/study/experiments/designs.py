@@ -28,7 +28,7 @@ def published(
 ) -> dict[str, Preset]:
     """Return label -> preset: the sources' systems and what came after, all with the same sinks and no window.
 
-    ``vqllm``: num_quantizers and codebook_size by label. ``tuned``: arguments by family (of ``tuning.TRIALS``).
+    ``vqllm``: num_quantizers and codebook_size by label. ``tuned``: arguments by family (of ``frontier.TRIALS``).
     """
     own: defaultdict[str, dict] = defaultdict(dict, tuned or {})
     preset_of = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
