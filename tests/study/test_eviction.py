@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import SMALL
 from projections import kv_sources
+from strategies import TOKENS as ALL
 from strategies import exact
 from strategies import run as fed
 from transformers import DynamicCache
@@ -18,10 +19,8 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 from vqkv.study.eviction import H2O, EvictedKeys, heavy_hitters, snapkv, token_mask
 
-TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = ALL[:2, :40]
 PIECES = (20, 7, 1, 1, 11)
-
-
 model = small_models.fixture("gpt2", "llama-yarn", "qwen2")
 
 
@@ -45,9 +44,8 @@ def masked_run(model, retain, recent):
         seen += new
         causal = torch.ones(new, seen, dtype=torch.bool).tril(seen - new).expand(2, 1, new, seen)
         for source in sources:
-            heads = alive[source.layer_idx, ..., :seen].repeat_interleave(
-                model.config.num_attention_heads // kv_heads, 1
-            )
+            per_kv_head = model.config.num_attention_heads // kv_heads
+            heads = alive[source.layer_idx, ..., :seen].repeat_interleave(per_kv_head, 1)
             masks[source.layer_idx] = torch.where(causal & heads[:, :, None], 0.0, torch.finfo(torch.float32).min)
         with torch.inference_mode():
             out = model(piece, past_key_values=cache, output_attentions=True)
