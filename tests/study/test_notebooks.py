@@ -1,4 +1,5 @@
-"""The committed pages are clean and short. ``notebooks/conftest.py`` compares what they show."""
+"""The committed pages are clean and short, and run on any model and text to their end: every profile's entries are
+parameters. ``notebooks/conftest.py`` compares what they show."""
 
 import ast
 import statistics
@@ -6,11 +7,16 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import small_models
 
-from vqkv.study.pages import is_tagged, notebook_parameters, strip, written
+from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
+from vqkv.models.load import KNOWN_CONFIGS
+from vqkv.study.driver import Study
+from vqkv.study.pages import HOLDS, is_tagged, load_profile, notebook_parameters, strip, written
+from vqkv.study.tables import repository_root
 
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-PAGES = sorted(FOLDER.glob("*.ipynb"))
+PAGES = sorted(repository_root().glob("notebooks/*.ipynb"))
+MODELS = ("gpt2", "tinyllama-1.1b", "llama3.2-3b", "llama3-8b", "mistral-7b", "gemma-7b", "qwen2.5-7b")
 QUANTIZER_LINES = 40  # imports and preset included, as page 15 says
 page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
@@ -55,3 +61,34 @@ def test_logic_lives_in_the_library(path):
     logic = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.For, ast.While)
     assert not [type(node).__name__ for tree in trees for node in ast.walk(tree) if isinstance(node, logic)]
     assert len(cells) <= 12 and statistics.median(len(cell.source.splitlines()) for cell in cells) < 6
+
+
+@pytest.mark.parametrize("name", [*MODELS, "smoke", "quick"])
+def test_every_entry_is_a_parameter_of_the_right_type(name):
+    study, settings = Study(profile=name), load_profile(name)
+    pages = {path.stem: notebook_parameters(path) for path in PAGES}
+    parameters = pages | {"*": {parameter for page in pages.values() for parameter in page}}
+    assert all(set(entries) <= set(parameters[page]) for page, entries in settings.items())
+    for path, injected in study.injected.items() if name in MODELS else ():
+        corpus, timed = injected.get("corpus", "pg19"), path.stem[:2] in ("08", "09")
+        assert {of_split(corpus, split) for split in SPLITS} <= set(HUB_CORPORA)
+        assert injected.get("second_model", "") == ""
+        if "device" in pages[path.stem]:
+            assert injected["device"] in (("cuda",) if timed else ("cuda", "auto"))
+        assert injected.get("model", settings["*"]["model"]) in KNOWN_CONFIGS, path.stem
+
+
+def test_a_page_runs_on_any_model_and_says_which_claims_hold(tmp_path):
+    """Most layers of this Gemma attend to the last 10 tokens only."""
+    text = "".join(f"Line {i} is about {i * i} and {i % 7} of them.\n" for i in range(3000))
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    model = str(small_models.make("gemma3", tmp_path / "mine", small_models.SLIDING["gemma3"]()))
+    parameters = {"model": model, "corpus": str(tmp_path / "mine.txt"), "num_seqs": 1, "seq_len": 64}
+    study = Study(only=["01"], profile="smoke", parameters=parameters, out=tmp_path / "out")
+    (page,) = study.notebooks
+    assert study.run() == {} and study.refused == {page.stem: []}
+    verdicts = [*study.claims[page.stem].values()]
+    assert len(verdicts) == sum('"assert ' in line for line in page.read_text().splitlines())
+    assert all(verdict.startswith((HOLDS, "does not hold", "cannot be asked")) for verdict in verdicts)
+    assert any(verdict.startswith("does not hold here") for verdict in verdicts)
+    assert (tmp_path / "out" / "figures").is_dir() and not (tmp_path / "out" / "failed").exists()

@@ -37,7 +37,6 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
     assert (own["bits_8k"] - own["bits_per_value"]).is_monotonic_increasing
     halves = table[table["group_size"] == 16].set_index("num_quantizers")["bits_per_value"]
     assert halves[1] == own["bits_per_value"]["shared"] < halves[2]
-    assert len(figures.group_size_lines(table, 2).axes) == 1
 
 
 def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
@@ -51,8 +50,6 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task()
     assert table["task"].tolist() == ["copy", "facts"] * 3
     assert table["questions"].tolist() == [32, 2] * 3
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
-    names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
-    assert len(figures.told_bars(table, names).axes) == 1
 
 
 def test_a_restored_cache_goes_on_with_the_same_bits_and_a_chat_reads_only_what_is_new():
@@ -64,7 +61,6 @@ def test_a_restored_cache_goes_on_with_the_same_bits_and_a_chat_reads_only_what_
     table = chat(subject, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
     assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
     assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing
-    assert figures.chat_lines(table).axes
 
 
 PACKAGE = str(Path(vqkv.__file__).parent) + "/"
