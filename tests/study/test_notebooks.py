@@ -6,17 +6,24 @@ import statistics
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import small_models
+import torch
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.study.driver import Study
+from vqkv.study.experiments import own_preset
+from vqkv.study.experiments.own import imported
 from vqkv.study.pages import HOLDS, is_tagged, load_profile, notebook_parameters, strip, written
+from vqkv.study.subject import Subject
 from vqkv.study.tables import repository_root
 
 PAGES = sorted(repository_root().glob("notebooks/*.ipynb"))
 MODELS = ("gpt2", "tinyllama-1.1b", "llama3.2-3b", "llama3-8b", "mistral-7b", "gemma-7b", "qwen2.5-7b")
+NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]  # Dettmers et al. 2023, appendix E
+NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 QUANTIZER_LINES = 40  # imports and preset included, as page 15 says
 page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
@@ -27,6 +34,11 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def defining(path: Path) -> list[nbformat.NotebookNode]:
+    """The cell of page 15 that defines a quantizer of a reader's own."""
+    return [cell for cell in code(read(path)) if "defines-quantizer" in cell.metadata.get("tags", [])]
 
 
 @page
@@ -53,11 +65,10 @@ def test_one_cell_of_literal_parameters(path):
 @page
 def test_logic_lives_in_the_library(path):
     """But for the one cell of page 15 that shows how short a quantizer of one's own is."""
-    cells = code(read(path))
-    defining = [cell for cell in cells if "defines-quantizer" in cell.metadata.get("tags", [])]
-    assert len(defining) == path.name.startswith("15")
-    assert all(len(cell.source.splitlines()) <= QUANTIZER_LINES for cell in defining)
-    trees = [ast.parse(cell.source) for cell in cells if cell not in defining]
+    cells, quantizers = code(read(path)), defining(path)
+    assert len(quantizers) == path.name.startswith("15")
+    assert all(len(cell.source.splitlines()) <= QUANTIZER_LINES for cell in quantizers)
+    trees = [ast.parse(cell.source) for cell in cells if cell not in quantizers]
     logic = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.For, ast.While)
     assert not [type(node).__name__ for tree in trees for node in ast.walk(tree) if isinstance(node, logic)]
     assert len(cells) <= 12 and statistics.median(len(cell.source.splitlines()) for cell in cells) < 6
@@ -92,3 +103,25 @@ def test_a_page_runs_on_any_model_and_says_which_claims_hold(tmp_path):
     assert all(verdict.startswith((HOLDS, "does not hold", "cannot be asked")) for verdict in verdicts)
     assert any(verdict.startswith("does not hold here") for verdict in verdicts)
     assert (tmp_path / "out" / "figures").is_dir() and not (tmp_path / "out" / "failed").exists()
+
+
+def test_hard_values_come_back_and_the_levels_are_those_of_the_paper(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path))
+    cell = imported(defining(PAGES[15])[0].source)
+    np.testing.assert_allclose(cell.NormalFloat(4).levels.float(), NF4, atol=5e-4)
+    x = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(0))
+    x[0, :, 3:6] *= torch.tensor([0, 1e4, 1e-6])[:, None]
+    codec = cell.nf(4).key_codec(64).fit(x)
+    payload = codec.encode(x)
+    error = codec.decode(payload) - x
+    assert error.isfinite().all() and error.square().sum() < 0.02 * x.square().sum()
+    assert 8 * payload.nbytes == x.numel() * 4 + 8 * 16  # codes, and a scale for each token
+
+
+def test_a_quantizer_of_one_s_own_is_measured_beside_others():
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [1, 40], [1, 40])
+    about = {"subject": subject, "models": [subject.name], "seeds": [0], "chunk_size": 18, "sink_tokens": 4}
+    made = own_preset(**about, definition=defining(PAGES[15])[0].source, preset="nf", bits=[4], beside=["higgs 4"])
+    own, higgs = made.to_dict("records")
+    assert (own["system"], own["nominal_bits"], higgs["system"], higgs["nominal_bits"]) == ("nf", 4, "higgs 4", 0)
+    assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1

@@ -44,7 +44,6 @@ def test_default_profile_refreshes_the_page_in_place_and_repeats_itself(root):
     first = page.read_bytes()
     nbformat.validate(notebook := nbformat.read(page, as_version=4))
     assert notebook.cells[1].outputs[0].text == "notebooks 3\n" and notebook.cells[1].execution_count == 2
-    assert nbformat.writes(notebook).encode() + b"\n" == first
     assert b"papermill" not in first and b"injected" not in first and b"iopub" not in first
     assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,False,0"
     assert study.Study(root, recompute=True, workers=3).run() == {}

@@ -73,7 +73,6 @@ def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out)
     assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     assert finished(out) == [0, 1, 2]
     assert finish(out) == [1] * 5
-    assert table(out.parent).attrs["vqkv"]["fresh"] is False
 
 
 def test_processes_make_the_same_table_and_one_that_dies_loses_nothing(out, monkeypatch):
