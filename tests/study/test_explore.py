@@ -14,6 +14,7 @@ from vqkv.study.explore import Chat
 from vqkv.study.subject import Subject
 
 TURNS = [[0, 40], "import os", "def main"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,6 @@ def test_a_chat_goes_on_with_its_caches_and_begins_again_with_another_system(sub
     assert "positions" in chat.status.value and "def main" in chat.text.value
     chat.systems[0].value = "hqq"
     assert chat.text.value == "" and not chat.talks
-
-
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 
 
 def test_what_the_model_reads_is_the_template_of_the_conversation(mini, monkeypatch):

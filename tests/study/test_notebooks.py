@@ -1,7 +1,9 @@
 """The committed pages are clean and short, and run on any model and text to their end: every profile's entries are
-parameters. ``notebooks/conftest.py`` compares what they show."""
+parameters. ``notebooks/conftest.py`` compares what they show. Their report in HTML is complete and self-contained."""
 
 import ast
+import base64
+import re
 import statistics
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 import small_models
 import torch
+from bs4 import BeautifulSoup
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
 from vqkv.models.load import KNOWN_CONFIGS
+from vqkv.study import report
 from vqkv.study.driver import Study
 from vqkv.study.experiments import own_preset
 from vqkv.study.experiments.own import imported
@@ -25,6 +29,10 @@ MODELS = ("gpt2", "tinyllama-1.1b", "llama3.2-3b", "llama3-8b", "mistral-7b", "g
 NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]  # Dettmers et al. 2023, appendix E
 NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 QUANTIZER_LINES = 40  # imports and preset included, as page 15 says
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n a figure").decode()
+FIRST = "# 01 First: a title\n\n**Question.** How *large*\nis it?\n\n**Published claim.** 5.5 at $5 or $6 each."
+SECOND = "# 02 Second & last\n\nWhy? See [page 01](01_first.ipynb#cell-id=code)."
+ENDS = "**What this page shows.** It is `large`.\n\n**Limits.** One page. See [a file](../README.md)."
 page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
 
@@ -32,19 +40,19 @@ def read(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
-def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+def code(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
 def defining(path: Path) -> list[nbformat.NotebookNode]:
     """The cell of page 15 that defines a quantizer of a reader's own."""
-    return [cell for cell in code(read(path)) if "defines-quantizer" in cell.metadata.get("tags", [])]
+    return [cell for cell in code(path) if "defines-quantizer" in cell.metadata.get("tags", [])]
 
 
 @page
 def test_executed_from_top_to_bottom_without_a_trace_of_how(path):
     assert path.read_bytes() == written(strip(read(path))), "run `python -m vqkv.study`, commit what it writes"
-    cells = code(read(path))
+    cells = code(path)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert outputs and not [output for output in outputs if output.output_type == "error"]
@@ -53,7 +61,7 @@ def test_executed_from_top_to_bottom_without_a_trace_of_how(path):
 
 @page
 def test_one_cell_of_literal_parameters(path):
-    cells = [cell for cell in code(read(path)) if "parameters" in cell.metadata.get("tags", [])]
+    cells = [cell for cell in code(path) if "parameters" in cell.metadata.get("tags", [])]
     assert len(cells) == 1
     # papermill reads the cell line by line: what it finds must be what Python finds
     parameters = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cells[0].source).body}
@@ -65,7 +73,7 @@ def test_one_cell_of_literal_parameters(path):
 @page
 def test_logic_lives_in_the_library(path):
     """But for the one cell of page 15 that shows how short a quantizer of one's own is."""
-    cells, quantizers = code(read(path)), defining(path)
+    cells, quantizers = code(path), defining(path)
     assert len(quantizers) == path.name.startswith("15")
     assert all(len(cell.source.splitlines()) <= QUANTIZER_LINES for cell in quantizers)
     trees = [ast.parse(cell.source) for cell in cells if cell not in quantizers]
@@ -125,3 +133,41 @@ def test_a_quantizer_of_one_s_own_is_measured_beside_others():
     own, higgs = made.to_dict("records")
     assert (own["system"], own["nominal_bits"], higgs["system"], higgs["nominal_bits"]) == ("nf", 4, "higgs 4", 0)
     assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1
+
+
+def write(folder, name: str, *cells):
+    cells = [nbformat.v4.new_markdown_cell(entry) if isinstance(entry, str) else entry for entry in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
+
+
+@pytest.fixture(scope="module")
+def html_pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("notebooks")
+    shown = {"text/html": "<table><tr><td>0.37 &lt; 1</td></tr></table>", "text/plain": "0.37"}
+    outputs = [nbformat.v4.new_output("display_data", data) for data in (shown, {"image/png": PNG})]
+    write(folder, "01_first", FIRST, nbformat.v4.new_code_cell("show(x < 2)", outputs=outputs, id="code"))
+    write(folder, "02_second", SECOND, ENDS)
+    files = report.report(folder / "out", folder)
+    assert [file.name for file in files] == ["index.html", "01_first.html", "02_second.html"]
+    return {file.name: BeautifulSoup(file.read_text(encoding="utf-8"), "html.parser") for file in files}
+
+
+def test_pages_hold_what_the_notebooks_hold_with_their_code_folded_away(html_pages):
+    first = html_pages["01_first.html"]
+    assert first.title.text == "01 First: a title" == first.h1.text and first.find("td").text == "0.37 < 1"
+    assert [figure["src"] for figure in first.find_all("img")] == [f"data:image/png;base64,{PNG}"]
+    (code,) = first.find_all("details")
+    assert code.find("pre").text.strip() == "show(x < 2)" and not code.has_attr("open") and not code.find("td")
+
+
+def test_every_link_leads_somewhere_and_none_to_a_network(html_pages):
+    loaded = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?!data:)([^\"]*)|url\(|@import")
+    for page in html_pages.values():
+        for tag in page.find_all(href=True):
+            target, _, fragment = tag["href"].partition("#")
+            assert not fragment or html_pages[target].find(id=fragment) if target else True, tag
+        assert not loaded.search(str(page))
+    index, second = html_pages["index.html"], html_pages["02_second.html"]
+    linked = {item.a.text: item.a["href"] for item in index.find_all("li")}
+    assert linked == {"01 First: a title": "01_first.html", "02 Second & last": "02_second.html"}
+    assert "See a file." in second.text and second.find(href="01_first.html#cell-id=code")

@@ -11,6 +11,8 @@ from vqkv.study import experiments, figures, steering, tables
 from vqkv.study.experiments import chat, group_sizes, restored_quality, retrieval
 from vqkv.study.subject import Subject
 
+PACKAGE = str(Path(vqkv.__file__).parent) + "/"
+
 
 def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
     systems = {"swept": ["transformers quanto 2"], "lengths": [0, 16], "systems": ["transformers hqq 8"]}
@@ -61,9 +63,6 @@ def test_a_restored_cache_goes_on_with_the_same_bits_and_a_chat_reads_only_what_
     table = chat(subject, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
     assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
     assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing
-
-
-PACKAGE = str(Path(vqkv.__file__).parent) + "/"
 
 
 def holds(value, number: float) -> bool:

@@ -16,6 +16,7 @@ from vqkv.study.experiments import read_in_place
 SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 16], [2, 8], [1, 8]],
             "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
             "seed": 0}  # fmt: skip
+TINY = {"geometry": "tiny", "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,9 +92,6 @@ def test_work_counted_by_hand():
         (roofline.attention(query, exact, exact.clone()), 4 * 8 * 5 * 128, 2 * 2 * 1280 + 2 * 2048, 2 * 1280),
     ):  # fmt: skip
         assert (work.flops, work.bytes, work.values) == (flops, moved, values)
-
-
-TINY = {"geometry": "tiny", "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
 
 class Scripted:

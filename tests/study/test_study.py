@@ -22,11 +22,17 @@ from vqkv.study import steering
 out = Path(steering.current.out)
 assert all(out.joinpath(f"{each}.ended").exists() for each in sizes)
 _ = out.joinpath(f"{name}.ended").write_text("")"""
+TABLES = """class DataError(ValueError): ...
+class tables:
+    def table(least):
+        if steps < least:
+            raise DataError(f"{steps} steps")
+        return steps"""
 
 
-def write(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
+def write(path: Path, *sources: str, parameters: str = PARAMETERS, tag: str = "") -> Path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (parameters, *sources)])
-    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.cells[0].metadata["tags"] = ["parameters", *[tag] * bool(tag)]
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(written(strip(notebook)))
     return path
@@ -89,14 +95,6 @@ def test_elsewhere_every_claim_has_a_verdict_and_an_error_is_still_an_error(root
     assert "to the end" in (root / "out/notebooks/01_first.ipynb").read_text()
 
 
-TABLES = """class DataError(ValueError): ...
-class tables:
-    def table(least):
-        if steps < least:
-            raise DataError(f"{steps} steps")
-        return steps"""
-
-
 @pytest.mark.parametrize(("steps", "refused"), [(3, []), (2, ["2 steps"]), (1, None)])
 def test_elsewhere_a_page_goes_without_tables_but_not_without_all(root, steps, refused):
     made = "x = tables.table(2)\nassert x > 2", "y = tables.table(3)", "y + 0"
@@ -142,8 +140,6 @@ def test_a_study_that_cannot_be_run_is_refused(root, given, error, message, monk
 def test_several_pages_at_a_time_then_those_that_take_times_then_those_that_read_tables(tmp_path):
     kinds = [("_", "reads-tables", ["a", "b", "x"]), ("x", "takes-times", ["a", "b"]), ("a", "", []), ("b", "", [])]
     for name, tag, before in kinds:
-        path = write(tmp_path / f"notebooks/{name}.ipynb", AFTER, parameters=f"sizes = {before}\nname = '{name}'")
-        notebook = nbformat.read(path, as_version=4)
-        notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": [tag] * bool(tag)}))
-        path.write_bytes(written(notebook))
+        parameters = f"sizes = {before}\nname = '{name}'"
+        write(tmp_path / f"notebooks/{name}.ipynb", AFTER, parameters=parameters, tag=tag)
     assert study.Study(tmp_path, jobs=2).run() == {}
