@@ -38,6 +38,45 @@ MODULES = {
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+# What takes seconds to import waits until it is used: all of it for ``import vqkv`` and ``vqkv --help``; for a model
+# and a preset torch's compiler and what draws figures, runs pages, fetches data or compiles loops.
+NEVER = (
+    "scipy.stats", "pandas", "matplotlib", "papermill", "nbformat", "nbconvert", "datasets", "lm_eval", "dask",
+    "distributed", "faiss", "hqq", "optimum.quanto", "torch._inductor.compile_fx", "numba",
+)  # fmt: skip
+STUDY = ("matplotlib", "datasets", "lm_eval", "dask", "distributed", "nbconvert", "faiss")
+STEPS = f"""
+import sys
+def none_of(*names):
+    assert not [name for name in names if name in sys.modules], [name for name in names if name in sys.modules]
+
+import vqkv, vqkv.cli
+none_of("torch", "transformers", "numpy", *{NEVER})
+
+from vqkv import presets
+model, tokenizer = vqkv.load_model("vqkv/llama-mini")
+presets.best(bits=1.8, context=8192, kv_width=128)
+model.set_attn_implementation("vqkv_packed")
+none_of(*{NEVER})
+
+import vqkv.study.driver
+none_of(*{STUDY})
+
+import vqkv.calibration.calibrate, vqkv.evaluation.evaluate, vqkv.models.capture
+from vqkv import *
+assert all(callable(getattr(vqkv, name)) and name in dir(vqkv) for name in vqkv.__all__)
+assert calibrate is vqkv.calibrate and vqkv.capture.__name__ == "capture"  # functions win on modules of their name
+assert not hasattr(vqkv, "compress")
+none_of("hqq", "torch._inductor.compile_fx")
+"""
+HQQ = """
+import torch, transformers.cache_utils
+layer, x = transformers.cache_utils.HQQQuantizedLayer(q_group_size=16), torch.randn(1, 1, 8, 16)
+layer.update(x, x)
+keys, _ = layer.update(x[:, :, :0], x[:, :, :0])
+assert (keys - x).abs().max() < 0.5 and "hqq" in sys.modules
+"""
+LATER = "import sys, transformers.modeling_utils, vqkv\nassert 'vqkv.cache.packed_attention' in sys.modules"
 
 
 @cache
@@ -92,10 +131,8 @@ def test_no_public_class_name_stands_for_two_classes():
 
 
 def test_the_house_has_few_doors():
-    entries = [
-        path for path in PACKAGE.iterdir() if path.suffix not in (".md", ".typed") and path.name != "__pycache__"
-    ]
-    assert len(entries) <= 14 and {path.stem for path in entries} - {"__init__"} == FLOOR_OF.keys()
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix not in (".md", ".typed")} - {"__pycache__"}
+    assert len(entries) <= 14 and entries - {"__init__"} == FLOOR_OF.keys()
 
 
 def names(lines) -> list[str]:
@@ -131,47 +168,6 @@ def test_the_core_is_what_the_library_imports():
     guarded = {"datasets", "datasketch", "hqq", "lm-eval"}
     imports = {canonicalize_name(distributions[name][0]) for name in packages}
     assert imports - guarded == set(names(PROJECT["dependencies"]))
-
-
-# What takes seconds to import waits until it is used: all of it for ``import vqkv`` and ``vqkv --help``; for a model
-# and a preset torch's compiler and what draws figures, runs pages, fetches data or compiles loops.
-NEVER = (
-    "scipy.stats", "pandas", "matplotlib", "papermill", "nbformat", "nbconvert", "datasets", "lm_eval", "dask",
-    "distributed", "faiss", "hqq", "optimum.quanto", "torch._inductor.compile_fx", "numba",
-)  # fmt: skip
-STUDY = ("matplotlib", "datasets", "lm_eval", "dask", "distributed", "nbconvert", "faiss")
-STEPS = f"""
-import sys
-def none_of(*names):
-    assert not [name for name in names if name in sys.modules], [name for name in names if name in sys.modules]
-
-import vqkv, vqkv.cli
-none_of("torch", "transformers", "numpy", *{NEVER})
-
-from vqkv import presets
-model, tokenizer = vqkv.load_model("vqkv/llama-mini")
-presets.best(bits=1.8, context=8192, kv_width=128)
-model.set_attn_implementation("vqkv_packed")
-none_of(*{NEVER})
-
-import vqkv.study.driver
-none_of(*{STUDY})
-
-import vqkv.calibration.calibrate, vqkv.evaluation.evaluate, vqkv.models.capture
-from vqkv import *
-assert all(callable(getattr(vqkv, name)) and name in dir(vqkv) for name in vqkv.__all__)
-assert calibrate is vqkv.calibrate and vqkv.capture.__name__ == "capture"  # functions win on modules of their name
-assert not hasattr(vqkv, "compress")
-none_of("hqq", "torch._inductor.compile_fx")
-"""
-HQQ = """
-import torch, transformers.cache_utils
-layer, x = transformers.cache_utils.HQQQuantizedLayer(q_group_size=16), torch.randn(1, 1, 8, 16)
-layer.update(x, x)
-keys, _ = layer.update(x[:, :, :0], x[:, :, :0])
-assert (keys - x).abs().max() < 0.5 and "hqq" in sys.modules
-"""
-LATER = "import sys, transformers.modeling_utils, vqkv\nassert 'vqkv.cache.packed_attention' in sys.modules"
 
 
 @pytest.mark.parametrize("script", [STEPS + HQQ * bool(find_spec("hqq")), LATER], ids=["step by step", "transformers"])

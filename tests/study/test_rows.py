@@ -1,14 +1,20 @@
-"""Rows of experiments at a small size, against what is known of them, and their way to a figure."""
+"""Rows of experiments at a small size, against what is known of them, and their way to a figure; and snapshot streams:
+exact restore, bytes that add up."""
 
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import gaussian
 
 import vqkv
 from vqkv.study import experiments, figures, steering, tables
 from vqkv.study.experiments import chat, group_sizes, restored_quality, retrieval
+from vqkv.study.snapshots import MAGIC_BYTES, RECORD_BYTES, Stream
 from vqkv.study.subject import Subject
 
 PACKAGE = str(Path(vqkv.__file__).parent) + "/"
@@ -43,10 +49,10 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
 
 def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
     subject = Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96])
-    settings = {"episodes": [[1, 150, 2]], "passage": 32, "systems": ["higgs 2"], "designs": ["uniform, pca"]}
-    settings |= {"vqllm": {"vqllm 2x16": [2, 16]}, "bits": [2.0], "least_exact": 0}
+    asked = {"episodes": [[1, 150, 2]], "passage": 32, "systems": ["higgs 2"], "designs": ["uniform, pca"]}
+    asked |= {"vqllm": {"vqllm 2x16": [2, 16]}, "bits": [2.0], "least_exact": 0}
     learning = {"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1}
-    table = retrieval(subject=subject, learning=learning, **settings)
+    table = retrieval(subject=subject, learning=learning, **asked)
     assert (table.loc[table["system"] == "fp16", "lost"] == 0).all()
     assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["uniform, pca"] * 2]
     assert table["task"].tolist() == ["copy", "facts"] * 3
@@ -95,3 +101,37 @@ def test_a_row_passes_eight_files_at_most(llama_folder, tmp_path, monkeypatch):
         sys.setprofile(None)
     passed = {path for path, given in seen if holds(given, rows["kl_mean"][0])}
     assert {"evaluation/evaluate.py", "study/tables.py", "study/figures/codebooks.py"} <= passed and len(passed) <= 8
+
+
+def bits(state, tokens=None):
+    """The bytes of all keys and values of the first tokens."""
+    return [x[:, :, :tokens].contiguous().view(torch.uint8) for role in state for x in role]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 14),
+    interval=st.integers(1, 6),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 5, 8])),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    stored=st.tuples(st.sampled_from(["exact", "fp32"]), st.sampled_from(["exact", "fp32"])),
+    seed=st.integers(0, 1000),
+)
+def test_exact_streams_restore_every_step_bit_for_bit(steps, interval, sizes, dtype, stored, seed):
+    layers, batch, heads, head_dim = sizes
+    state = gaussian(2, layers, batch, heads, steps, head_dim, seed=seed).to(dtype)
+    state[0, 0, 0, 0, 0, 0] = -0.0
+    stream = Stream(tuple(map(list, state)), *stored, interval)
+    assert len(stream) == steps
+    for i in range(steps):
+        assert all(torch.equal(*each) for each in zip(bits(stream.state(i)), bits(state, i + 1), strict=True))
+    widths = [4 if name == "fp32" else dtype.itemsize for name in stored]
+    token = 2 * layers * batch * heads * head_dim
+    report = stream.report()
+    assert report["keyframe_bytes"] == sum(range(interval, steps + 1, interval)) * token * widths[0]
+    assert report["delta_bytes"] == (steps - steps // interval) * token * widths[1]
+    assert report["every_fp32_bytes"] == sum(range(steps + 1)) * token * 4
+    assert report["live_fp16_bytes"] == steps * token * 2
+    framing = MAGIC_BYTES + RECORD_BYTES * (1 + steps)
+    parts = ("header_bytes", "keyframe_bytes", "delta_bytes")
+    assert framing + sum(report[part] for part in parts) == report["file_bytes"]

@@ -24,9 +24,7 @@ def experiment(seed: int = 0, scale: float = 1.0, sizes=()) -> pd.DataFrame:
 def root(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "repository_root", lambda: tmp_path)
     calls.clear()
-    with plt.rc_context():
-        figures.use_style()
-        yield tmp_path
+    yield tmp_path
     plt.close("all")
 
 
