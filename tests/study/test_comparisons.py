@@ -85,20 +85,14 @@ def test_what_page_11_chooses_on_is_not_what_it_reports_on(table, held_out):
     assert drawn == {"train", held_out}
 
 
-def rates(system, seed, curve):
-    """Rows at bits -> KL of each window."""
-    for bits, windows in curve.items():
-        row = {"model": "m", "system": system, "nominal_bits": bits, "seed": seed, "bits": bits + 0.1}
-        yield row | {"kl_mean": sum(windows) / len(windows), "kl_each": " ".join(map(str, windows))}
-
-
 def compared():
-    ours = {1: [0.1, 0.3], 2: [0.001, 0.003]}
-    theirs = {"worse": {1.5: [0.2, 0.4]}, "alike": {1.5: [0.008, 0.04]}}
-    theirs |= {"better": {3: [1e-4, 2e-4]}, "few": {0.5: [1, 1]}}
-    rows = [row for seed in range(4) for row in rates("mine", seed, ours)]
-    rows += [row for name, curve in theirs.items() for seed in range(4) for row in rates(name, seed, curve)]
-    return pd.DataFrame(rows)
+    """Four seeds' rows at bits -> KL of each window."""
+    curves = {"mine": {1: [0.1, 0.3], 2: [0.001, 0.003]}, "worse": {1.5: [0.2, 0.4]}, "alike": {1.5: [0.008, 0.04]}}
+    curves |= {"better": {3: [1e-4, 2e-4]}, "few": {0.5: [1, 1]}}
+    points = [(name, seed, *point) for name, curve in curves.items() for seed in range(4) for point in curve.items()]
+    table = pd.DataFrame(points, columns=["system", "seed", "nominal_bits", "kl"])
+    kl_each = table["kl"].map(lambda windows: " ".join(map(str, windows)))
+    return table.assign(model="m", bits=table["nominal_bits"] + 0.1, kl_mean=table["kl"].map(np.mean), kl_each=kl_each)
 
 
 def test_at_equal_bits_says_who_is_better_where_the_interval_does():

@@ -31,8 +31,7 @@ NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 QUANTIZER_LINES = 40  # imports and preset included, as page 15 says
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n a figure").decode()
 FIRST = "# 01 First: a title\n\n**Question.** How *large*\nis it?\n\n**Published claim.** 5.5 at $5 or $6 each."
-SECOND = "# 02 Second & last\n\nWhy? See [page 01](01_first.ipynb#cell-id=code)."
-ENDS = "**What this page shows.** It is `large`.\n\n**Limits.** One page. See [a file](../README.md)."
+SECOND = "# 02 Second & last\n\nWhy? See [page 01](01_first.ipynb#cell-id=code).\n\nSee [a file](../README.md)."
 page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
 
@@ -135,18 +134,15 @@ def test_a_quantizer_of_one_s_own_is_measured_beside_others():
     assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1
 
 
-def write(folder, name: str, *cells):
-    cells = [nbformat.v4.new_markdown_cell(entry) if isinstance(entry, str) else entry for entry in cells]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
-
-
 @pytest.fixture(scope="module")
 def html_pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     shown = {"text/html": "<table><tr><td>0.37 &lt; 1</td></tr></table>", "text/plain": "0.37"}
     outputs = [nbformat.v4.new_output("display_data", data) for data in (shown, {"image/png": PNG})]
-    write(folder, "01_first", FIRST, nbformat.v4.new_code_cell("show(x < 2)", outputs=outputs, id="code"))
-    write(folder, "02_second", SECOND, ENDS)
+    first, second = map(nbformat.v4.new_markdown_cell, (FIRST, SECOND))
+    code = nbformat.v4.new_code_cell("show(x < 2)", outputs=outputs, id="code")
+    for name, cells in {"01_first": [first, code], "02_second": [second]}.items():
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
     files = report.report(folder / "out", folder)
     assert [file.name for file in files] == ["index.html", "01_first.html", "02_second.html"]
     return {file.name: BeautifulSoup(file.read_text(encoding="utf-8"), "html.parser") for file in files}

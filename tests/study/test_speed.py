@@ -16,7 +16,7 @@ from vqkv.study.experiments import read_in_place
 SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 16], [2, 8], [1, 8]],
             "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
             "seed": 0}  # fmt: skip
-TINY = {"geometry": "tiny", "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
+TINY = {"seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +118,7 @@ def test_what_is_added_is_the_median_difference_of_the_same_tokens():
 
 
 def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monkeypatch):
-    rows = latency([[2, 140, 3]], 1, ["vqllm 8x256"], **TINY).to_dict("records")
+    rows = latency([[2, 140, 3]], 1, ["vqllm 8x256"], geometry="tiny", **TINY).to_dict("records")
     assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x256"] and rows[0]["added_ms"] == 0
     for row in rows:
         assert row["decode_q1"] <= row["decode_ms"] <= row["decode_q3"]
@@ -131,14 +131,14 @@ def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monke
 
     monkeypatch.setitem(caches.THEIRS, PEER, missing)
     with pytest.warns(UserWarning, match="transformers quanto 4 is left out: no such package"):
-        rows = latency([[1, 10, 2]], 1, ["kivi 2"], **TINY)
+        rows = latency([[1, 10, 2]], 1, ["kivi 2"], geometry="tiny", **TINY)
     assert rows["system"].tolist() == [REFERENCE, "kivi 2"]
 
 
 def test_peak_memory_of_a_fresh_process(monkeypatch):
     """Whatever glibc was told for this process, what was freed is not counted."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    (row,) = peak_memory([1, 4096, 2], 512, [REFERENCE], **TINY).to_dict("records")
+    (row,) = peak_memory([1, 4096, 2], 512, [REFERENCE], geometry="tiny", **TINY).to_dict("records")
     assert row["prefill_mb"] >= row["stored_mb"] and row["decode_mb"] > 0  # all of it is stored by then
     assert row["resident_mb"] == row["stored_mb"]
     assert row["decode_mb"] < 1.5 * row["stored_mb"]  # a layer's keys are copied as they grow
@@ -146,6 +146,5 @@ def test_peak_memory_of_a_fresh_process(monkeypatch):
 
 
 def test_what_reads_in_place_is_timed():
-    settings = {name: value for name, value in TINY.items() if name != "geometry"}
-    times = read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], rounds=1, systems=["quanto 4"], **settings)
+    times = read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], rounds=1, systems=["quanto 4"], **TINY)
     assert set(times["system"]) == {"DynamicCache", "transformers quanto 4", "quanto 4"} and len(times) == 6
