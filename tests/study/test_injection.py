@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import small_models
+import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import TOKENS as ALL
-from strategies import run
 
 from vqkv import DataError, capture
 from vqkv.models.layers import kv_layers
@@ -18,7 +17,7 @@ from vqkv.study.experiments.injected import BY_HEAD, PAIRS, key_bias, loud_heads
 from vqkv.study.injection import inject, normed
 from vqkv.study.subject import Subject
 
-TOKENS = ALL[:2, :40]
+TOKENS = strategies.TOKENS[:2, :40]
 model = small_models.fixture("qwen2")  # a random one with biases and grouped queries
 
 
@@ -39,7 +38,7 @@ def test_outputs_stay_and_caches_are_scaled_as_asked(model, seed, most, roles):
     given_to |= {"values": factors(model, seed + 1, most)} if "v" in roles else {}
     before = {name: x.clone() for name, x in model.state_dict().items()}
     other = inject(model, **given_to)
-    expected, outputs = (run(each, None, TOKENS, (40,)) for each in (model, other))
+    expected, outputs = (strategies.run(each, None, TOKENS, (40,)) for each in (model, other))
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert other.vqkv_name.startswith(f"{model.vqkv_name} injected ")
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
