@@ -35,7 +35,7 @@ class Kernels(InProcessKernelManager):
 def start(startup_timeout: float, kernel_name: str, stderr, cwd: str):
     """Start a kernel that is no process: its manager and client."""
     os.chdir(cwd)
-    pd.reset_option("display.float_format")
+    pd.reset_option("^display")  # pages set some
     pd.set_option("display.max_columns", 20)  # as where there is no terminal
     manager = Kernels()
     manager.start_kernel()
