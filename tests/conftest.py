@@ -22,7 +22,7 @@ keep_freed_memory()  # faster, see there
 
 def pytest_collection_modifyitems(items) -> None:
     """The longest go first: at the end one process would wait for the other."""
-    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_wheel.py", "test_smollm2.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_wheel.py", "test_golden.py"))
 
 
 @pytest.fixture(scope="session")

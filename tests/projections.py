@@ -31,18 +31,15 @@ class KVSource:
 
 def kv_sources(model) -> list[KVSource]:
     """One ``KVSource`` per decoder layer, in layer order."""
-    sources = [source for module in model.modules() if (source := _kv_source(module)) is not None]
+    sources = []
+    for module in model.modules():
+        if hasattr(module, "k_proj") and hasattr(module, "head_dim"):
+            key, heads = getattr(module, "k_norm", None) or module.k_proj, module.v_proj.out_features // module.head_dim
+            sources.append(KVSource(module.layer_idx, module, key, module.v_proj, heads, module.head_dim))
+        elif fused := getattr(module, "c_attn", None):
+            about = module.num_heads, module.head_dim, 1, 2, 3
+            sources.append(KVSource(module.layer_idx, module, fused, fused, *about))
     return sorted(sources, key=lambda source: source.layer_idx)
-
-
-def _kv_source(module: nn.Module) -> KVSource | None:
-    if hasattr(module, "k_proj") and hasattr(module, "head_dim"):
-        key = getattr(module, "k_norm", None) or module.k_proj
-        heads = module.v_proj.weight.shape[0] // module.head_dim
-        return KVSource(module.layer_idx, module, key, module.v_proj, heads, module.head_dim)
-    if fused := getattr(module, "c_attn", None):
-        return KVSource(module.layer_idx, module, fused, fused, module.num_heads, module.head_dim, 1, 2, 3)
-    return None
 
 
 @contextmanager

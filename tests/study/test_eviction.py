@@ -1,16 +1,17 @@
 """Eviction: scores are the model's own attention, and a cache that evicts equals attention that masks."""
 
 import copy
+from functools import partial
 
 import pytest
 import small_models
+import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import SMALL
 from projections import kv_sources
 from strategies import exact
-from strategies import run as fed
 from transformers import DynamicCache
 
 from vqkv import DataError, calibrate
@@ -18,15 +19,10 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 from vqkv.study.eviction import H2O, EvictedKeys, heavy_hitters, snapkv, token_mask
 
-TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = strategies.TOKENS[:2, :40]
 PIECES = (20, 7, 1, 1, 11)
-
-
 model = small_models.fixture("gpt2", "llama-yarn", "qwen2")
-
-
-def run(model, cache, tokens=TOKENS, pieces=PIECES):
-    return fed(model, cache, tokens, pieces)
+run = partial(strategies.run, tokens=TOKENS, pieces=PIECES)
 
 
 def masked_run(model, retain, recent):
@@ -45,9 +41,8 @@ def masked_run(model, retain, recent):
         seen += new
         causal = torch.ones(new, seen, dtype=torch.bool).tril(seen - new).expand(2, 1, new, seen)
         for source in sources:
-            heads = alive[source.layer_idx, ..., :seen].repeat_interleave(
-                model.config.num_attention_heads // kv_heads, 1
-            )
+            per_kv_head = model.config.num_attention_heads // kv_heads
+            heads = alive[source.layer_idx, ..., :seen].repeat_interleave(per_kv_head, 1)
             masks[source.layer_idx] = torch.where(causal & heads[:, :, None], 0.0, torch.finfo(torch.float32).min)
         with torch.inference_mode():
             out = model(piece, past_key_values=cache, output_attentions=True)
@@ -122,7 +117,7 @@ def test_every_preset_evicts_once_before_packing_and_counts_what_is_kept(llama, 
     tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
     compressor = calibrate(llama, tokens, SMALL[name], progress=False)
     cache, full = H2O(compressor, 0.75, 0.1).new_cache(llama), compressor.new_cache(llama)
-    logits, full_logits = (run(llama, c, tokens, (200, 1, 1, 18)) for c in (cache, full))
+    logits, full_logits = (run(llama, c, tokens=tokens, pieces=(200, 1, 1, 18)) for c in (cache, full))
     report, plain = cache.report(), full.report()
     assert sum(cache.layers[2].stores[0].parts) == 150 + 20 and report.seq_len == 220
     assert report.packed_values > 0 and report.cache_bytes < plain.cache_bytes

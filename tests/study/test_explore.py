@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_models import make
 
 from vqkv import Compressor
 from vqkv.errors import DataError, UnknownNameError
@@ -15,11 +14,12 @@ from vqkv.study.explore import Chat
 from vqkv.study.subject import Subject
 
 TURNS = [[0, 40], "import os", "def main"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    return Subject(str(make("llama", tmp_path_factory.mktemp("llama"))), "python-stdlib", [6, 140], [2, 160])
+def subject(llama_folder):
+    return Subject(llama_folder, "python-stdlib", [6, 140], [2, 160])
 
 
 def test_a_conversation_is_what_the_compressed_cache_says_beside_an_uncompressed_one(subject):
@@ -80,41 +80,26 @@ def test_a_chat_goes_on_with_its_caches_and_begins_again_with_another_system(sub
     assert chat.text.value == "" and not chat.talks
 
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
-
-
-def talk(model, tokenizer, *turns):
-    said, written = iter(turns), []
-    chat(model, tokenizer, None, lambda _: next(said, ""), 8, written.append)
-    return written
-
-
-@pytest.fixture
-def templated(mini):
+def test_what_the_model_reads_is_the_template_of_the_conversation(mini, monkeypatch):
     model, tokenizer = mini
-    before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
-    yield model, tokenizer
-    tokenizer.chat_template = before
-
-
-def test_what_the_model_reads_is_the_template_of_the_conversation(templated, monkeypatch):
-    model, tokenizer = templated
     read, answer = [], torch.tensor([[*tokenizer("yes", add_special_tokens=False).input_ids, tokenizer.eos_token_id]])
 
     def generate(input_ids, **_):
         read.append(input_ids)
         return torch.cat([input_ids, answer], dim=1)
 
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     monkeypatch.setattr(model, "generate", generate)
-    talk(model, tokenizer, "one", "two")
+    chat(model, tokenizer, read=Mock(side_effect=["one", "two", ""]), write=Mock())
     messages = [("user", "one"), ("assistant", "yes"), ("user", "two")]
-    chat = [{"role": role, "content": content} for role, content in messages]
-    assert tokenizer.decode(read[-1][0]) == tokenizer.apply_chat_template(chat, tokenize=False)
+    said = [{"role": role, "content": content} for role, content in messages]
+    assert tokenizer.decode(read[-1][0]) == tokenizer.apply_chat_template(said, tokenize=False)
 
 
 def test_it_ends_where_positions_do_and_at_an_interrupt(mini):
-    assert "positions" in talk(*mini, "word " * 2000)[-1]
-    chat(*mini, None, Mock(side_effect=KeyboardInterrupt))
+    chat(*mini, read=Mock(return_value="word " * 2000), write=(write := Mock()))
+    assert "positions" in write.call_args.args[0]
+    chat(*mini, read=Mock(side_effect=KeyboardInterrupt))
 
 
 @pytest.mark.parametrize("name", ["conversation", "stages", "explained"])

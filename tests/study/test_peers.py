@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import gaussian, run
 from transformers import DynamicCache, LlamaConfig
 
 import vqkv
@@ -19,22 +20,8 @@ ONE_LAYER = SimpleNamespace(config=LlamaConfig(num_hidden_layers=1))  # all of a
 
 
 @pytest.fixture(scope="module")
-def llama(mini):
-    return mini[0]
-
-
-@pytest.fixture(scope="module")
 def tokens(mini):
     return vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=160, num_seqs=2)
-
-
-def states(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def run(model, cache, pieces):
-    with torch.inference_mode():
-        return torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], dim=1)
 
 
 def code_bits(backend, nbits, rows, group_size):
@@ -59,7 +46,8 @@ def test_the_report_is_the_sum_worked_out_by_hand(which, dtype, group_size, batc
     """Every group has two numbers in the model's dtype with its codes, so 4 bits weigh 5 in fp32 and 4.5 in fp16."""
     cache = TransformersQuantized(*which, q_group_size=group_size).new_cache(ONE_LAYER)
     for length in [packed] + [1] * window:
-        cache.update(states(batch, heads, length, 64, dtype=dtype), states(batch, heads, length, 64, dtype=dtype), 0)
+        x = gaussian(batch, heads, length, 64).to(dtype)
+        cache.update(x, x.clone(), 0)
     report, groups, itemsize = cache.report(), batch * heads * packed * 64 // group_size, dtype.itemsize
     codes = 2 * code_bits(*which, groups, group_size) // 8
     assert report.packed_values == 2 * batch * heads * packed * 64
@@ -71,19 +59,19 @@ def test_the_report_is_the_sum_worked_out_by_hand(which, dtype, group_size, batc
 
 
 @pytest.mark.parametrize("backend, nbits", [("quanto", 2), ("hqq", 1)])
-def test_fault_one_pass_scores_as_exact_whatever_the_bits(llama, tokens, backend, nbits):
-    cache = TransformersQuantized(backend, nbits).new_cache(llama)
-    exact = run(llama, DynamicCache(), [tokens])
-    assert torch.equal(run(llama, cache, [tokens]), exact)
+def test_fault_one_pass_scores_as_exact_whatever_the_bits(mini, tokens, backend, nbits):
+    model, length, again = mini[0], tokens.shape[1], torch.cat([tokens, tokens[:, :1]], dim=1)
+    cache = TransformersQuantized(backend, nbits).new_cache(model)
+    exact = run(model, DynamicCache(), again, (length, 1))
+    assert torch.equal(run(model, cache, tokens, (length,)), exact[:, :-1])
     assert cache.report().packed_values == cache.report().values  # although every token is stored in one or two bits
-    again = run(llama, cache, [tokens[:, :1]])
-    assert not torch.allclose(again, run(llama, DynamicCache(), [tokens, tokens[:, :1]])[:, -1:], atol=0.1)
+    assert not torch.allclose(run(model, cache, again[:, -1:], (1,)), exact[:, -1:], atol=0.1)
 
 
 @pytest.mark.parametrize(("backend", "nbits", "apart"), [("quanto", 2, 1e-3), ("quanto", 4, 1e-3), ("hqq", 4, 0.01)])
-def test_our_presets_are_their_arithmetic(llama, tokens, backend, nbits, apart):
+def test_our_presets_are_their_arithmetic(mini, tokens, backend, nbits, apart):
     """Where groups are consecutive values; hqq stops its solver for all groups at once, one step late."""
-    layers = list(zip(*capture(llama, tokens[:, :128], pre_rope=False), strict=True))
+    layers = list(zip(*capture(mini[0], tokens[:, :128], pre_rope=False), strict=True))
     peer = TransformersQuantized(backend, nbits, **({"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}))
     preset = presets.make(backend, bits=nbits)
     for index, layer in enumerate(layers):

@@ -1,4 +1,5 @@
-"""Rows of experiments at a small size, against what is known of them, and their way to a figure."""
+"""Rows of experiments at a small size, against what is known of them, and their way to a figure; and snapshot streams:
+exact restore, bytes that add up."""
 
 import sys
 from pathlib import Path
@@ -6,21 +7,22 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import gaussian
 
 import vqkv
-from vqkv import load_model
-from vqkv.models.capture import capture
-from vqkv.models.rope import rotations
 from vqkv.study import experiments, figures, steering, tables
-from vqkv.study.experiments import chat, group_sizes, injected, restored_quality, retrieval
-from vqkv.study.experiments.injected import BY_HEAD, PAIRS, key_bias, loud_heads, outlier_channels
-from vqkv.study.injection import normed
+from vqkv.study.experiments import chat, group_sizes, restored_quality, retrieval
+from vqkv.study.snapshots import MAGIC_BYTES, RECORD_BYTES, Stream
 from vqkv.study.subject import Subject
+
+PACKAGE = str(Path(vqkv.__file__).parent) + "/"
 
 
 def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
     systems = {"swept": ["transformers quanto 2"], "lengths": [0, 16], "systems": ["transformers hqq 8"]}
-    subject = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [3, 64])
+    subject = Subject(llama_folder, "python-stdlib", [1, 64], [3, 64])
     table = experiments.residual_lengths(subject=subject, **systems, length=16, prompt_len=32)
     assert table["length"].tolist() == [0, 16, 16]
     theirs, eight = (rows.set_index("length") for _, rows in table.groupby("system", sort=False))
@@ -43,88 +45,30 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
     assert (own["bits_8k"] - own["bits_per_value"]).is_monotonic_increasing
     halves = table[table["group_size"] == 16].set_index("num_quantizers")["bits_per_value"]
     assert halves[1] == own["bits_per_value"]["shared"] < halves[2]
-    assert len(figures.group_size_lines(table, 2).axes) == 1
-
-
-SETTINGS = dict(
-    subject=Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96]), episodes=[[1, 150, 2]], passage=32,
-    systems=["higgs 2"], designs=["uniform, pca"], bits=[2.0], least_exact=0,
-    vqllm={"vqllm 2x16": [2, 16]}, learning={"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1},
-)  # fmt: skip
 
 
 def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
-    table = retrieval(**SETTINGS)
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96])
+    asked = {"episodes": [[1, 150, 2]], "passage": 32, "systems": ["higgs 2"], "designs": ["uniform, pca"]}
+    asked |= {"vqllm": {"vqllm 2x16": [2, 16]}, "bits": [2.0], "least_exact": 0}
+    learning = {"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1}
+    table = retrieval(subject=subject, learning=learning, **asked)
     assert (table.loc[table["system"] == "fp16", "lost"] == 0).all()
     assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["uniform, pca"] * 2]
     assert table["task"].tolist() == ["copy", "facts"] * 3
     assert table["questions"].tolist() == [32, 2] * 3
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
-    names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
-    assert len(figures.told_bars(table, names).axes) == 1
 
 
-MINI = Subject("vqkv/llama-mini", "python-stdlib", [4, 128])
-SYSTEMS = ["quanto 4", "lossless"]
-
-
-def test_a_restored_cache_goes_on_with_the_same_bits():
-    table = restored_quality(subject=MINI, systems=SYSTEMS, prompt_len=128, num_seqs=2)
+def test_a_restored_cache_goes_on_with_the_same_bits_and_a_chat_reads_only_what_is_new():
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [4, 128])
+    table = restored_quality(subject=subject, systems=["quanto 4", "lossless"], prompt_len=128, num_seqs=2)
     table = table.set_index("system")
     assert table["same"].all() and table.loc["lossless", "kl_mean"] < 1e-5 < table.loc["quanto 4", "kl_mean"]
-    assert (table["kl_low"] <= table["kl_mean"]).all()
     assert table.loc["lossless", "copied"] == table.loc["lossless", "copied_exact"]
-
-
-def test_a_chat_reads_only_what_is_new():
-    table = chat(MINI, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
+    table = chat(subject, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
     assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
     assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing
-    assert figures.chat_lines(table).axes
-
-
-SUBJECT = Subject("vqkv/llama-mini", "python-stdlib", [2, 24], [2, 24])
-
-
-def test_where_phenomena_are_put(monkeypatch):
-    """Outliers in pairs of each head's own, one loud head in each layer, a bias where RoPE rotates least."""
-    monkeypatch.setattr(sys.modules[injected.__module__], "inject", lambda model, **asked: asked)
-    keys, other = (outlier_channels(each, 30.0)["keys"] for each in (SUBJECT, SUBJECT.changed(seed=1)))
-    rotation = rotations(SUBJECT.model)[0]
-    assert torch.equal(keys[..., rotation.first], keys[..., rotation.second]) and not torch.equal(keys, other)
-    assert ((keys == 30.0).sum(dim=-1) == 2 * PAIRS).all() and ((keys == 30.0) | (keys == 1.0)).all()
-    factors = loud_heads(SUBJECT, 10.0)
-    loud = factors["keys"][:, :, 0] == 10.0
-    assert torch.equal(factors["keys"], factors["values"]) and (loud.sum(dim=1) == 1).all() and loud.any(dim=0).all()
-    bias = key_bias(SUBJECT, 100.0)["key_bias"]
-    assert (bias.sum(dim=-1) == 100.0).all() and bias[0, 0].argmax() == rotation.first[rotation.angle.argmin()]
-
-
-@torch.no_grad()
-def test_norms_put_into_a_llama_leave_heads_of_equal_size_as_they_were():
-    """One token is as large as the mean over tokens."""
-    model, tokens = load_model("vqkv/llama-mini")[0], torch.tensor([[17]])
-    changed = normed(model, tokens, ["key", "value"])
-    torch.testing.assert_close(changed(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
-    assert all(x.square().mean(-1).sub(1).abs().max() < 1e-2 for role in capture(changed, tokens) for x in role)
-    assert not torch.allclose(capture(model, tokens)[0][1], capture(changed, tokens)[0][1], rtol=0.1)
-
-
-def test_rows_of_a_seed_are_those_of_what_it_draws():
-    subject = Subject("vqkv/llama-mini", "python-stdlib", [2, 264], [1, 264], test_seed=0)
-    sizes = {"loud heads": [30.0], "key bias": [300.0]}
-    given = {"subject": subject, "sizes": sizes, "seeds": [0, 1], "codebook_size": 8}
-    assert [case.arguments["system"] for case in injected.cases(**given)].count("vqllm") == 2
-    table = injected(**given | {"sizes": {"loud heads": [30.0]}, "seeds": [0], "chunk_size": 132})
-    assert table["injection_kl"].max() < 1e-7 and (table["kl_mean"] >= 0).all()
-    by_head = table.set_index("system")[[*BY_HEAD]]
-    assert by_head.loc[["vq", "vq unscaled"]].notna().all(axis=None)
-    assert by_head.loc["vqq 0.1", ["quiet_codes"]].isna().all()
-    assert {name.split()[0] for name in table.attrs["sources"]} == {"model", "corpus"}
-
-
-PACKAGE = str(Path(vqkv.__file__).parent) + "/"
-ASKED = {"seeds": [0], "facts": {}, "chunk_size": 16}
 
 
 def holds(value, number: float) -> bool:
@@ -138,7 +82,7 @@ def holds(value, number: float) -> bool:
 
 def test_a_row_passes_eight_files_at_most(llama_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "current", steering.Steering(str(tmp_path)))
-    subject, seen = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [2, 64]), []
+    subject, seen = Subject(llama_folder, "python-stdlib", [1, 64], [2, 64]), []
 
     def watch(frame, event, result):
         path = frame.f_code.co_filename
@@ -147,12 +91,47 @@ def test_a_row_passes_eight_files_at_most(llama_folder, tmp_path, monkeypatch):
             if isinstance(given, dict | list | tuple | pd.DataFrame):
                 seen.append((path.removeprefix(PACKAGE), given))
 
-    quantizer = {"num_quantizers": 1, "codebook_size": 4, "group_size": 32}
+    asked = {"subject": subject, "seeds": [0], "facts": {}, "chunk_size": 16}
+    asked["quantizer"] = {"num_quantizers": 1, "codebook_size": 4, "group_size": 32}
     sys.setprofile(watch)
     try:
-        rows = tables.table("toy", experiments.grouping, {"subject": subject} | ASKED | {"quantizer": quantizer})
+        rows = tables.table("toy", experiments.grouping, asked)
         figures.show(figures.grouping_bars(rows), "toy", rows)
     finally:
         sys.setprofile(None)
     passed = {path for path, given in seen if holds(given, rows["kl_mean"][0])}
     assert {"evaluation/evaluate.py", "study/tables.py", "study/figures/codebooks.py"} <= passed and len(passed) <= 8
+
+
+def bits(state, tokens=None):
+    """The bytes of all keys and values of the first tokens."""
+    return [x[:, :, :tokens].contiguous().view(torch.uint8) for role in state for x in role]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 14),
+    interval=st.integers(1, 6),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 5, 8])),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    stored=st.tuples(st.sampled_from(["exact", "fp32"]), st.sampled_from(["exact", "fp32"])),
+    seed=st.integers(0, 1000),
+)
+def test_exact_streams_restore_every_step_bit_for_bit(steps, interval, sizes, dtype, stored, seed):
+    layers, batch, heads, head_dim = sizes
+    state = gaussian(2, layers, batch, heads, steps, head_dim, seed=seed).to(dtype)
+    state[0, 0, 0, 0, 0, 0] = -0.0
+    stream = Stream(tuple(map(list, state)), *stored, interval)
+    assert len(stream) == steps
+    for i in range(steps):
+        assert all(torch.equal(*each) for each in zip(bits(stream.state(i)), bits(state, i + 1), strict=True))
+    widths = [4 if name == "fp32" else dtype.itemsize for name in stored]
+    token = 2 * layers * batch * heads * head_dim
+    report = stream.report()
+    assert report["keyframe_bytes"] == sum(range(interval, steps + 1, interval)) * token * widths[0]
+    assert report["delta_bytes"] == (steps - steps // interval) * token * widths[1]
+    assert report["every_fp32_bytes"] == sum(range(steps + 1)) * token * 4
+    assert report["live_fp16_bytes"] == steps * token * 2
+    framing = MAGIC_BYTES + RECORD_BYTES * (1 + steps)
+    parts = ("header_bytes", "keyframe_bytes", "delta_bytes")
+    assert framing + sum(report[part] for part in parts) == report["file_bytes"]

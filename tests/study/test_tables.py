@@ -24,9 +24,7 @@ def experiment(seed: int = 0, scale: float = 1.0, sizes=()) -> pd.DataFrame:
 def root(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "repository_root", lambda: tmp_path)
     calls.clear()
-    with plt.rc_context():
-        figures.use_style()
-        yield tmp_path
+    yield tmp_path
     plt.close("all")
 
 
@@ -59,10 +57,8 @@ def test_other_parameters_leave_the_committed_table_alone(root, monkeypatch):
     monkeypatch.setattr(steering, "current", steering.Steering(str(root / "elsewhere")))  # there the last one stays
     for seed in (1, 2):
         tables.table("toy", experiment, {"seed": seed})
-    assert (
-        tables.provenance("toy", root / "elsewhere")["parameters"] == {"seed": 2}
-        and not (root / "elsewhere/runs").exists()
-    )
+    assert tables.provenance("toy", root / "elsewhere")["parameters"] == {"seed": 2}
+    assert not (root / "elsewhere/runs").exists()
 
 
 def test_recompute_gives_equal_bytes_and_a_failing_function_loses_nothing(root, monkeypatch):
@@ -105,26 +101,21 @@ def test_parameters_are_literals_results_fit_a_csv_and_a_named_index_becomes_col
     assert frame.columns.tolist() == ["k", "v"]
 
 
-def toy(seed=0):
-    return tables.table("toy", lambda seed: pd.DataFrame({"x": [seed, 1, 2]}), {"seed": seed})
-
-
-def draw(table):
-    fig, ax = plt.subplots()
-    ax.plot(table["x"], label="vqllm", color=figures.PALETTE["vqllm"])
-    ax.legend()
-    return fig
-
-
 def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypatch):
+    def show(seed=0):
+        makes = ("toy", lambda seed: pd.DataFrame({"x": [seed, 1, 2]}), {"seed": seed})
+        _, table = (tables.table(*makes) for _ in range(2))  # computed, then loaded
+        fig, ax = plt.subplots()
+        ax.plot(table["x"])
+        figures.show(fig, "toy", table)
+
     path = root / "figures/toy.svg"
-    figures.show(draw(toy()), "toy", toy())  # missing figures are drawn
-    path.write_text("committed")
-    figures.show(draw(toy()), "toy", toy())
-    toy(seed=5)
-    figures.show(draw(toy(seed=5)), "toy", toy(seed=5))
+    show()  # missing figures are drawn
+    assert path.is_file() and path.write_text("committed")
+    show()
+    show(seed=5)
     (run,) = (root / "runs").iterdir()
     assert (run / "figures/toy.svg").is_file() and path.read_text() == "committed"
     monkeypatch.setattr(steering, "current", steering.Steering(str(root)))
-    figures.show(draw(toy()), "toy", toy())
+    show()
     assert path.read_text() != "committed"
