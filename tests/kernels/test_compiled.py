@@ -1,4 +1,4 @@
-"""A CPU's loops against naive ones: affine codes, packing, threads."""
+"""A CPU's loops against naive ones: affine codes, packing, threads; attention to packed tokens where they lie."""
 
 import multiprocessing
 
@@ -8,8 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
+from views import FORMATS, affine, as_decoded, made, mapped, rope
+from views import gaussian as on_device
 
-from vqkv.kernels import Coded, cpu, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels import Coded, Rope, cpu, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels.attention import affine as products
+from vqkv.kernels.attention import grouped
 from vqkv.kernels.precision import full_precision
 
 GROUP_SIZES = st.sampled_from([1, 5, 8, 16, 64])
@@ -138,3 +142,35 @@ def test_packing_is_the_bit_string_code_by_code(case):
     assert torch.equal(naive.unpack_codes(expected, bits, codes.shape[-1]), codes.long())
     scattered = packed.unsqueeze(-1).repeat_interleave(3, dim=-1)[..., 1]
     assert torch.equal(cpu.unpack_codes(scattered, bits, codes.shape[-1]).long(), codes.long())
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("live")])
+@pytest.mark.parametrize("piece", [1, 1 << 12])
+def test_the_cpu_reads_piece_by_piece(name, piece, monkeypatch):
+    monkeypatch.setattr("vqkv.kernels.attention.cpu.PIECE", piece)
+    keys, values = made(name, tokens=130)
+    rotation = Rope(rope(keys.shape[3]).inv_freq[: 4 if piece == 1 else None], 3)  # partial rotary, or all of it
+    as_decoded(cpu, on_device(2, 6, 2, keys.shape[3]), keys, values, rotation, 1e-5)
+
+
+SIZES = {"batch": st.integers(1, 2), "heads": st.integers(1, 3), "shared": st.integers(1, 5),
+         "new_tokens": st.integers(1, 2), "tokens": st.integers(1, 70)}  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(**SIZES, head_dim=st.sampled_from([4, 6, 16]), rotation=st.sampled_from([None, (0, 16), (4, 16), (37, 8)]),
+       sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5), offset=st.booleans())  # fmt: skip
+def test_queries_rotated_by_block_on_a_cpu(batch, heads, shared, new_tokens, tokens, head_dim, rotation, sizes, offset):
+    keys, values = (mapped([sizes] * heads, head_dim, offset, tokens, batch, seed) for seed in (1, 5))
+    rotation = rotation and rope(head_dim, *rotation)
+    assert grouped.serves(keys, values, rotation)
+    as_decoded(cpu, on_device(batch, heads * shared, new_tokens, head_dim), keys, values, rotation, 2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(**SIZES, bits=st.tuples(*[st.sampled_from([2, 4, 8])] * 2), groups=st.tuples(*[st.sampled_from([1, 2, 3])] * 2),
+       size=st.sampled_from([4, 12]))  # fmt: skip
+def test_products_with_affine_codes_on_a_cpu(batch, heads, shared, new_tokens, tokens, bits, groups, size):
+    keys, values = (affine(6 * size, b, 6 * size // g, tokens, heads, batch, b) for b, g in zip(bits, groups))
+    assert products.serves(keys, values, None)
+    as_decoded(cpu, on_device(batch, heads * shared, new_tokens, 6 * size), keys, values, None, 2e-5)
