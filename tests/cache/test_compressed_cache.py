@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
+from codec_zoo import EVERY, PREDICTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import EVERY, PREDICTED
 from strategies import TOKENS as ALL
 from strategies import run, with_settings
 from transformers import DynamicCache

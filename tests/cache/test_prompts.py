@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from preset_zoo import EVERY
+from codec_zoo import EVERY
 from torch import nn
 
 from vqkv import CompressedCache, DataError, FormatError, calibrate

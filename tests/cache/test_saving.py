@@ -9,8 +9,8 @@ import sys
 import pytest
 import small_models
 import torch
+from codec_zoo import EVERY, PREDICTED, PREDICTORS
 from huggingface_hub import ModelCard
-from preset_zoo import EVERY, PREDICTED, PREDICTORS
 from safetensors.torch import load_file
 from strategies import run
 

@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, KINDS, chain, gaussian, same, unfitted_codecs
+from codec_zoo import EVERY, HEAD_DIM, HEADS, KINDS, chain, gaussian, same, unfitted_codecs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preset_zoo import EVERY
 from torch.autograd.profiler import profile
 
 from vqkv import DataError, UnknownNameError, presets

@@ -5,9 +5,9 @@ import copy
 
 import pytest
 import torch
+from codec_zoo import PREDICTORS as SMALL
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preset_zoo import PREDICTORS as SMALL
 from strategies import gaussian
 
 from vqkv.codecs.learning.gptq import gptq

@@ -1,5 +1,5 @@
-"""Corpora: windows of token ids, local files, streamed data sets (folders in their layouts), bad names. The three splits
-of the bundled text: disjoint, no twin across them, what the rule gives."""
+"""Corpora: windows of token ids, local files, streamed data sets (folders in their layouts), bad names. The splits of
+the bundled text: disjoint, no twin across them, what the rule gives."""
 
 import itertools
 import json

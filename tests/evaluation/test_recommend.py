@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 import small_models
 import torch
+from codec_zoo import CODED, PREDICTED
+from codec_zoo import PRESETS as SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import CODED, PREDICTED, SMALL
 from transformers import AutoConfig, DynamicCache, GPT2Config, LlamaConfig, T5Config
 
 from vqkv import DataError, FormatError, calibrate, capacity, load_corpus, load_model, presets, recommend

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_entropy import SIGMAS, code_of, drawn
+from test_codes import SIGMAS, code_of, drawn
 from views import DEVICE, affine, all_amid, amid, apart, coded, gaussian, whole_numbers
 
 from vqkv.kernels import cpu, naive

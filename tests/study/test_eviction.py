@@ -5,9 +5,9 @@ import copy
 import pytest
 import small_models
 import torch
+from codec_zoo import PRESETS as SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import SMALL
 from projections import kv_sources
 from strategies import exact
 from strategies import run as fed
