@@ -244,19 +244,13 @@ def test_components_without_bits_are_not_stored_and_take_no_place_in_the_basis(d
     assert torch.equal(again.decode(codec.encode(x)), read[0])
 
 
-def fitted(bits: float, seed: int = 0) -> tuple[ByteGroups, torch.Tensor]:
-    spread = 2.0 ** -torch.arange(WIDTH).div(3) * torch.tensor([1.0, 5.0, 2.0])[:, None, None]
-    y = gaussian(2, HEADS, 300, WIDTH, seed=seed) * spread
-    quantizer = ByteGroups(bits)
-    quantizer.build((HEADS, WIDTH))
-    quantizer.partial_fit(y)
-    return quantizer, y
-
-
 @settings(max_examples=8, deadline=None)
 @given(count=st.integers(1, WIDTH), seed=st.integers(0, 99))
 def test_bytes_are_as_many_as_asked_and_compiled_search_finds_the_nearest_vectors(count, seed):
-    quantizer, y = fitted(8 * count / WIDTH, seed)
+    spread = 2.0 ** -torch.arange(WIDTH).div(3) * torch.tensor([1.0, 5.0, 2.0])[:, None, None]
+    y, quantizer = gaussian(2, HEADS, 300, WIDTH, seed=seed) * spread, ByteGroups(8 * count / WIDTH)
+    quantizer.build((HEADS, WIDTH))
+    quantizer.partial_fit(y)
     payload = quantizer.store(y)
     assert payload.fields["codes"].shape == (2, HEADS, 300, count) and (quantizer.sizes.sum(1) <= WIDTH).all()
     assert torch.equal(quantizer.load(payload), quantizer.quantize_dequantize(y))

@@ -250,12 +250,6 @@ def test_presets_that_cannot_store_a_shape_have_no_row():
     assert "higgs 2" in set(recommend("google/gemma-7b")["system"])
 
 
-def test_of_equal_bytes_the_exact_one_is_recommended():
-    table = recommend(LLAMA, context=36).set_index("system")  # where blocks of 128 tokens are not yet packed
-    assert table.loc["quanto 4", "bits_all_told"] == 16 and not table.loc["quanto 4", "recommended"]
-    assert table.loc[BASELINE, "recommended"]
-
-
 def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
     assert table["bits_all_told"].is_monotonic_increasing and table.loc[BASELINE, "bits_all_told"] == 16
     fits = table["longest"] >= 32768
@@ -265,6 +259,9 @@ def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
     assert table.loc[fits, "recommended"].tolist() == [not each for each in beaten] and not fits.all()
     quick = recommend(LLAMA, context=32768, ms_per_token=3000).set_index("system")
     assert (quick.loc[quick["recommended"], "ms_per_token"] <= 3000).all() and quick.loc["live 3.25", "recommended"]
+    short = recommend(LLAMA, context=36).set_index("system")  # of equal bytes the exact one: nothing is packed yet
+    assert short.loc["quanto 4", "bits_all_told"] == 16 and not short.loc["quanto 4", "recommended"]
+    assert short.loc[BASELINE, "recommended"]
 
 
 def test_calls_make_the_presets_that_they_name(table):

@@ -1,4 +1,4 @@
-"""Codes on a CPU against naive twins and brute force: residual VQ, its beams and what fp32 cannot rank; rANS; trellises."""
+"""Codes on a CPU against naive twins and brute force: residual VQ and its beams; rANS; trellises."""
 
 import itertools
 

@@ -17,17 +17,13 @@ from vqkv.kernels.rvq.triton import rvq_encode
 from vqkv.kernels.view import KernelView
 
 
-def codes_of(shape, bits: int, dtype=torch.int64) -> torch.Tensor:
-    return torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(bits)).to(DEVICE, dtype)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 15, 16])
 def test_packing(bits, request):
     """Spare bits of a row are zeros, and are not read."""
     if bits != 8:  # which needs no kernel
         request.getfixturevalue("guarded")
     for shape in ((3, 5), (2, 3, 40), (1, 1), (7, 33), (1500,), (2, 1025), (0, 5), (3, 0), (2, 0, 4)):
-        codes = codes_of(shape, bits)
+        codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(bits)).to(DEVICE)
         wanted = naive.pack_codes(codes, bits)
         packed = pack_codes(amid(codes), bits)
         assert packed.dtype == torch.uint8 and torch.equal(packed, wanted)

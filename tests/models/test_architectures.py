@@ -76,7 +76,7 @@ def test_a_model_is_known_again_in_another_dtype_but_not_with_other_weights(mode
         assert difference(before, changed) == "other attention weights" and fingerprint(changed) != name
 
 
-def test_unknown_names_and_broken_inputs(llama):
+def test_unknown_names_broken_inputs_and_models_that_cannot_be_loaded(llama, llama_folder, tmp_path):
     with pytest.raises(UnknownNameError, match="Did you mean 'vqkv/llama-mini'"):
         load_model("vqkv/lama-mini")
     with pytest.raises(DataError, match="empty"):
@@ -86,6 +86,16 @@ def test_unknown_names_and_broken_inputs(llama):
         kv_sources(broken)[1].key_module.weight[0, 0] = float("nan")
     with pytest.raises(DataError, match="layer 1 made NaN"):
         capture(broken, torch.ones(1, 5, dtype=torch.long))
+    for name in ("cut", "deeper"):
+        shutil.copytree(llama_folder, tmp_path / name)
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"12345678")
+    config = tmp_path / "deeper" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    for name in ("cut", "deeper"):
+        with pytest.raises(FormatError, match="no model that can be loaded"):
+            load_model(str(tmp_path / name))
+    with pytest.raises(FormatError, match="'tpu'"):
+        load_model(llama_folder, device="tpu")
 
 
 def test_only_learned_positions_limit_the_length():
@@ -110,19 +120,6 @@ def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
         missed = (keys - wanted).float().square().mean(dim=(0, 1, 2)) / wanted.float().square().mean(dim=(0, 1, 2))
         others = [channel for channel in range(32) if channel not in (5, 21)]  # what rotates with it is lost in it
         assert missed[others].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2
-
-
-def test_models_that_cannot_be_loaded(llama_folder, tmp_path):
-    for name in ("cut", "deeper"):
-        shutil.copytree(llama_folder, tmp_path / name)
-    (tmp_path / "cut" / "model.safetensors").write_bytes(b"12345678")
-    config = tmp_path / "deeper" / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
-    for name in ("cut", "deeper"):
-        with pytest.raises(FormatError, match="no model that can be loaded"):
-            load_model(str(tmp_path / name))
-    with pytest.raises(FormatError, match="'tpu'"):
-        load_model(llama_folder, device="tpu")
 
 
 def test_layers_are_asked_for_while_another_thread_runs_the_model(llama_folder):
