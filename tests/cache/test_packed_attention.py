@@ -75,6 +75,12 @@ def test_logits_are_those_of_decoded_tokens_on_every_architecture(model, name):
     assert_same(theirs, ours)
 
 
+@pytest.mark.parametrize("step", [16, 17])
+def test_several_new_tokens_see_those_before_them(llama, compressor, step):
+    ours, theirs = both(llama, lambda: logits(llama, compressor.new_cache(llama), 20, step))
+    assert_same(theirs, ours, step)
+
+
 def test_a_step_decodes_nothing(llama, compressor, monkeypatch):
     def refuse(*_):
         raise AssertionError("a payload was decoded")
