@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from strategies import TOKENS, feed, gaussian, run
 
 from vqkv import DataError, calibrate, evaluate, load_model, presets
+from vqkv.calibration.calibrate import _hardly_pays
 from vqkv.calibration.captured import CapturedTokens
 from vqkv.calibration.cross_fit import FOLDS, cross_fit, folds_of
 from vqkv.codecs.learning.ridge import Ridge
@@ -148,6 +149,13 @@ def test_fp16_loses_nothing_of_what_is_constant(biased):
     model, text = biased
     constant = inject(model, values=torch.tensor(1e-6), key_bias=torch.full((3, 2, 32), 3000.0))
     assert not calibrated(constant, text, presets.fp16())[1]
+
+
+def test_the_two_reasons_for_falling_back_are_distinguished(biased):
+    model, text = biased
+    plan = [{"value": type("Role", (), {"sources": ("V-1",)})}] * 6
+    assert "calibrate on 512 or more" in _hardly_pays(model, text[:1], plan, {})
+    assert "0 of 6" in (why := _hardly_pays(model, text, plan, {})) and "calibrate on" not in why
 
 
 model = small_models.fixture("llama", "gpt2", "qwen3", "glm")

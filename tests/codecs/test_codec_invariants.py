@@ -252,6 +252,8 @@ UNFIT = [
     *[(partial(ResidualVQ, decay=decay), "decay .* must be ") for decay in (1, NAN, "x", None)],
     *[(partial(EntropyCodedScalar, bits), "bits .* must be ") for bits in (0, 10.5, NAN, float("inf"), "2")],
     (partial(HalfQuadratic, bits=2.0), "bits .* must be "),
+    *[(partial(ResidualVQ, count), "num_quantizers .* must be ") for count in (0, 65, True)],
+    *[(partial(LINEAR, strength=strength), "strength .* must be ") for strength in (NAN, "high", -1.0)],
     (partial(Fallback, Chain([], AffineQuantizer(4)), block_size=1 << 30), "block_size .* must be "),
     (lambda: chain(head_dim=20), r"head_dim 20 is not divisible by group_size 8: use one of \[1, 2, 4, 5, 10, 20\]"),
     (lambda: chain(head_dim=None).fit(gaussian(1, 1, 200, 20)), "head_dim 20 is not divisible"),

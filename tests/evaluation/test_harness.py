@@ -60,13 +60,11 @@ def compressor(model, name):
     return calibrate(model, tokens((16, 128)), PRESETS[name], progress=False)
 
 
-def requests(seed=1):
-    """Contexts of several lengths, each with three continuations, two of them as long as each other."""
-    return [
-        (None, tokens((context,), seed + number).tolist(), tokens((length + extra,), 100 * number + choice).tolist())
-        for number, (context, length) in enumerate(LENGTHS)
-        for choice, extra in enumerate((0, 0, 2))
-    ]
+ASKED = [  # contexts of several lengths, each with three continuations, two of them as long as each other
+    (None, tokens((context,), 1 + number).tolist(), tokens((length + extra,), 100 * number + choice).tolist())
+    for number, (context, length) in enumerate(LENGTHS)
+    for choice, extra in enumerate((0, 0, 2))
+]
 
 
 def answers(lm, asked):
@@ -100,16 +98,16 @@ def test_uncompressed_is_hflm(mini):
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", [*PRESETS, "peer"])
 def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
-    peer, asked = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1), requests()
+    peer = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1)
     fitted = peer if name == "peer" else compressor(model, name)
     if (name, protocol) == ("peer", "in_place"):
         with pytest.raises(DataError, match="in-place"):
             CompressedLM(model, tokenizer, fitted, protocol)
         return
     lm = CompressedLM(model, tokenizer, fitted, protocol)
-    expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in asked], dtype=torch.float64)
-    torch.testing.assert_close(answers(lm, asked), expected, atol=1e-9, rtol=1e-6)  # processors sum in other orders
-    uncompressed = answers(CompressedLM(model, tokenizer, None, protocol), asked)
+    expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in ASKED], dtype=torch.float64)
+    torch.testing.assert_close(answers(lm, ASKED), expected, atol=1e-9, rtol=1e-6)  # processors sum in other orders
+    uncompressed = answers(CompressedLM(model, tokenizer, None, protocol), ASKED)
     assert (uncompressed - expected).abs().max() > 1e-4  # the cache was read
     assert {each.batch_size for each in lm.reports} == {1}
 
@@ -155,7 +153,7 @@ def test_the_real_leaderboard_tasks(small, leaderboard, monkeypatch):
     assert {"exact_match,strict-match", "exact_match,flexible-extract"} <= rows["gsm8k"].keys()
     assert {"word_perplexity,none", "bits_per_byte,none"} <= rows["wikitext"].keys()
     assert all(row["n"] == 1 and row["bits_per_value"] == pytest.approx(1) for row in rows.values())
-    assert all(row["packed_share"] > 0.4 for row in rows.values())
+    assert all(0.4 < row["packed_share"] < 1 for row in rows.values())
 
 
 def test_bad_arguments_are_named(small, mini):

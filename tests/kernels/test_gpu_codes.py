@@ -118,7 +118,7 @@ def test_slices_of_longer_caches_and_codes_at_no_aligned_address():
         same_values(dataclasses.replace(packed, codes=apart(packed.codes)))
 
 
-def test_extremes_are_decoded():
+def test_extremes_are_decoded_and_a_code_beyond_its_codebook_stands_for_the_last():
     x = torch.zeros(1, 1, 4, 32, device=DEVICE)
     x[0, 0, 1], x[0, 0, 2, :16], x[0, 0, 2, 16:], x[0, 0, 3] = 5.0, 65504, -65504, 1e-7
     for bits in (2, 4, 8):
@@ -129,9 +129,6 @@ def test_extremes_are_decoded():
     packed.scale[0, 0, 1], packed.scale[0, 0, 2] = 0, 65504
     same_values(packed)
     assert not decode(packed)[0, 0, 1].any()
-
-
-def test_a_code_beyond_its_codebook_stands_for_the_last():
     packed = coded(2, 8, 1, 5, size=20, **FEW)
     packed.codes.fill_(255)
     last = packed.codebooks[0, 0, -1].float().repeat(2)
