@@ -73,7 +73,7 @@ def test_presets_store_exactly_the_bits_derived_by_hand(codec, head_dim, expecte
 
 
 def test_every_preset_is_pinned():
-    # no codecs of their own (test_aqua.py, test_crosses.py), or tested by themselves (test_streams.py)
+    # no codecs of their own (test_calibrate.py, test_plans.py), or tested by themselves (test_streams.py)
     over_others = {"aqua": "aqua-higgs"} | {
         name: name for name in ("kvsharer", "crossed", "best", "lossless", "aatc", "kvtc", "live", "oscar", "nova")
     }
