@@ -18,7 +18,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import HeadScale, VectorScale
 from vqkv.codecs.transform import Grouping
 from vqkv.codecs.vector import ProductVQ
-from vqkv.kernels import Coded, Rope, cpu, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels import Coded, Rope, cpu, dispatch, machine, naive, pack_codes, unpack_codes
 from vqkv.kernels.attention import affine as products
 from vqkv.kernels.attention import grouped
 from vqkv.kernels.precision import full_precision
