@@ -137,7 +137,7 @@ def test_extremes_are_decoded_and_a_code_beyond_its_codebook_stands_for_the_last
 
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_streams_are_naive(tokens, request):
-    """Complete ones, two of them with the farthest values there are, and what is made of damaged ones."""
+    """Complete ones, two of them with the farthest values there are, what is made of damaged ones, and none."""
     tables = torch.arange(7) % len(SIGMAS)
     shifts = torch.tensor([0, 0, 0, 3, 0, 16, 0])
     code, x = code_of(tables, shifts), drawn(tables, shifts, 3, tokens, 5)
@@ -154,13 +154,9 @@ def test_streams_are_naive(tokens, request):
     for case, (values, valid) in zip(cases, wanted, strict=True):
         gpu_values, gpu_valid = rans_decode(*(part.to(DEVICE) for part in case), there, tokens)
         assert torch.equal(gpu_values.cpu(), values) and torch.equal(gpu_valid.cpu(), valid)
-
-
-def test_no_streams():
-    code = code_of(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)).to(DEVICE)
-    words, lengths = rans_encode(torch.zeros(0, 3, 5, dtype=torch.int32, device=DEVICE), code)
-    values, valid = rans_decode(words, lengths, code, 5)
-    assert values.shape == (0, 5, 3) and not len(words) and not len(valid)
+    words, lengths = rans_encode(x[:0].to(DEVICE), there)
+    values, valid = rans_decode(words, lengths, there, tokens)
+    assert values.shape == (0, tokens, 7) and not len(words) and not len(valid)
 
 
 def same_codes(x, codebooks):

@@ -90,7 +90,7 @@ def spread(llama_folder, tmp_path_factory):
     return model
 
 
-def test_a_spread_model_is_the_same_model(llama, llama_folder, spread):
+def test_a_spread_model_is_the_same_model_but_cannot_be_trained(llama, llama_folder, spread):
     assert describe(spread) == describe(llama) and fingerprint(spread) == fingerprint(llama)
     assert layer_devices(spread) == [torch.device("cpu")] * 3 and identity(spread) == identity(llama)
     for mine, theirs in zip(capture(spread, TEXT), capture(llama, TEXT), strict=True):
@@ -98,6 +98,8 @@ def test_a_spread_model_is_the_same_model(llama, llama_folder, spread):
     assert identity(spread) == identity(llama)
     automatic, _ = load_model(llama_folder, device="auto")
     assert fingerprint(automatic) == fingerprint(llama) and automatic.dtype is torch.float32
+    with pytest.raises(DataError, match="not in memory"):
+        finetune(spread, TOKENS[:4], None, batch_size=4)
 
 
 @pytest.mark.parametrize("preset", [presets.vqllm(2, 16, 8), presets.aqua("higgs", recent_window=0)])
@@ -109,11 +111,6 @@ def test_spread_models_are_calibrated_and_evaluated_and_generate_alike(llama, sp
         written = {"max_new_tokens": 8, "do_sample": False, "past_key_values": compressor.new_cache(model)}
         rows.append((compressor.fingerprint, row, model.generate(TOKENS[:1, :64], **written).tolist()))
     assert rows[0] == rows[1]
-
-
-def test_weights_that_are_elsewhere_cannot_be_trained(spread):
-    with pytest.raises(DataError, match="not in memory"):
-        finetune(spread, TOKENS[:4], None, batch_size=4)
 
 
 # Models that train, are wrapped or have integer weights
