@@ -41,11 +41,12 @@ def load(name: str, folder, dtype: str | None = None, config=None):
 
 
 def fixture(*names: str):
-    """A fixture: each of these models in turn."""
+    """A fixture: each of these models in turn; "mistral sliding", say, is one of ``SLIDING``."""
 
     @pytest.fixture(scope="module", params=names)
     def model(request, tmp_path_factory):
-        return load(request.param, tmp_path_factory.mktemp(request.param))
+        name, *is_sliding = request.param.split()
+        return (sliding if is_sliding else load)(name, tmp_path_factory.mktemp(name))
 
     return model
 

@@ -1,5 +1,7 @@
 """Numbers, caches and codecs that several test files draw from."""
 
+import dataclasses
+
 import torch
 
 from vqkv.cache.compressor import Compressor
@@ -9,6 +11,7 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.models.load import describe
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
+PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def gaussian(*shape, seed=0):
@@ -42,6 +45,12 @@ class Fp32(Codec):
 
     def _decode(self, payload):
         return payload.fields["values"]
+
+
+def with_settings(compressor, **changes):
+    """The compressor with other settings of its cache."""
+    settings = dataclasses.replace(compressor.settings, **changes)
+    return Compressor(compressor.name, compressor.codecs, settings, compressor.model)
 
 
 def exact(model, **settings):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
+from codec_zoo import EVERY, PREDICTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import EVERY, PREDICTED
 from strategies import TOKENS as ALL
-from strategies import run
+from strategies import run, with_settings
 from transformers import DynamicCache
 
 import vqkv
@@ -28,11 +28,6 @@ PACKAGE = Path(vqkv.__file__).parent
 @pytest.fixture(scope="module")
 def compressor(llama):
     return calibrate(llama, TOKENS, presets.vqllm(**SMALL), progress=False)
-
-
-def with_settings(compressor, **changes):
-    settings = type(compressor.settings)(**{**vars(compressor.settings), **changes})
-    return Compressor(compressor.name, compressor.codecs, settings, compressor.model)
 
 
 @pytest.mark.parametrize("pre_rope", [False, None])

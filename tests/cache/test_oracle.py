@@ -22,16 +22,13 @@ from vqkv.models.rope import rotations
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 8
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-CODECS = {
-    "quanto": lambda: presets.quanto(4, 8),
-    "vqllm": lambda: presets.vqllm(2, 8, 4),
-    "kivi": lambda: presets.kivi(2, 4, recent_window=0),
-    "vqq": lambda: presets.vqq(0.2, 4, 8),
-    "aqua": lambda: presets.aqua(presets.quanto(4, 8), first_layer_bits=16),
+CODECS = {  # a preset, and sinks, window, flush block, pre-RoPE: with and without each
+    "quanto": (presets.quanto(4, 8), CacheSettings(0, 0, 1, False)),
+    "vqllm": (presets.vqllm(2, 8, 4), CacheSettings(1, 2, 3, True)),
+    "kivi": (presets.kivi(2, 4, recent_window=0), CacheSettings(2, 0, 1, False)),
+    "vqq": (presets.vqq(0.2, 4, 8), CacheSettings(0, 3, 1, True)),
+    "aqua": (presets.aqua(presets.quanto(4, 8), first_layer_bits=16), CacheSettings(1, 1, 2, True)),
 }
-# (flush block, sinks, window, pre-RoPE): with and without each
-HELD = {"quanto": (1, 0, 0, False), "vqllm": (3, 1, 2, True), "kivi": (1, 2, 0, False), "vqq": (1, 0, 3, True),
-        "aqua": (2, 1, 1, True)}  # fmt: skip
 
 
 @dataclass
@@ -135,11 +132,10 @@ def model():
 @pytest.fixture(scope="module", params=sorted(CODECS))
 def compressor(request, model):
     tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(2))
-    fitted = calibrate(model, tokens, CODECS[request.param](), progress=False)
+    preset, held = CODECS[request.param]
+    fitted = calibrate(model, tokens, preset, progress=False)
     for prediction in fitted.predictions.values():
         sum_in_float64(prediction.predictor)
-    block, sinks, window, pre_rope = HELD[request.param]
-    held = CacheSettings(sinks, window, block, pre_rope)
     return Compressor(fitted.name, fitted.codecs, held, fitted.model, predictions=fitted.predictions)
 
 

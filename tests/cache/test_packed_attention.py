@@ -7,7 +7,7 @@ import gc
 import pytest
 import small_models
 import torch
-from strategies import run
+from strategies import PLAIN, run
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config
 
 from vqkv import DataError, calibrate, presets
@@ -17,7 +17,6 @@ from vqkv.study.eviction import H2O
 
 TRAIN = torch.randint(1, 4096, (8, 48), generator=torch.Generator().manual_seed(0))
 TOKENS = TRAIN[:4]
-PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 READ = {
     "vqllm": presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
     "quanto": presets.quanto(4, 16),

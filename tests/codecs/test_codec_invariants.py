@@ -1,22 +1,35 @@
-"""What every codec keeps: payloads cut and join, settings and tensors rebuild it, extremes are stored or named, and
-little memory is held in addition to what is stored."""
+"""What every codec keeps: payloads cut and join, settings and tensors rebuild it, extremes are stored or named, little
+memory is held in addition. Settings and sizes that do not fit each other: an error that says why, and what does."""
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian, same, unfitted_codecs
+from codec_zoo import EVERY, HEAD_DIM, HEADS, KINDS, chain, gaussian, same, unfitted_codecs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
-from vqkv import DataError, presets
+from vqkv import DataError, UnknownNameError, presets
 from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs.affine import AffineQuantizer, Anchors, HalfQuadratic
+from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.exact import Fallback, Fp16
+from vqkv.codecs.grid import GaussianLevels, Grid
+from vqkv.codecs.groups import ByteGroups
+from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pca import PCA
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import JointCodec, Prediction, Reconstructions, last_readers
-from vqkv.codecs.predictor_kinds import Slice
+from vqkv.codecs.predictor_kinds import Slice, make_predictor
+from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.stage import codec_from_config
+from vqkv.codecs.transform import Grouping
+from vqkv.codecs.vector import ResidualVQ
 
 MEANS = ("higgs key", "higgs value", "kvquant key", "rotated")
 CODES = ("byte groups", "component groups", "transform coder", "trellis", "levels")
@@ -146,31 +159,9 @@ def test_what_is_read_back_while_learning_is_what_a_cache_gives_later(kind):
         codec.fit(x)
 
 
-def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
-    x = gaussian(1, 2, 35, HEAD_DIM)
-    for kind in ("kvquant key", "kvquant value", "higgs key", "ans", "transform coder", "steps token by token"):
-        with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
-            codecs[kind].encode(x[:, :, : codecs[kind].block_tokens])
-    assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it
-
-
-def test_fitting_leaves_out_an_incomplete_block_and_encoding_refuses_it():
-    codec = presets.kivi(2, 5).key_codec().fit(gaussian(1, 2, 13, 8))
-    with pytest.raises(DataError, match="no multiple of the codec's block of 5 tokens"):
-        codec.encode(gaussian(1, 2, 13, 8))
-
-
 def test_views_do_not_keep_their_base_alive():
     payload = Payload({"values": gaussian(1, 1, 100, 16)[:, :, :1]})
     assert payload.nbytes == 64 and payload.tokens(0, 0).nbytes == 0
-
-
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_the_arithmetic_of_decoding_can_be_traced_as_one_graph(bits):
-    codec = presets.quanto(bits, 8).key_codec(HEAD_DIM).fit(gaussian(1, 2, 8, HEAD_DIM))
-    payload = codec.encode(gaussian(1, 2, 8, HEAD_DIM))
-    traced = torch.compile(codec._decode, backend="eager", fullgraph=True)  # around it the precision is asked for
-    assert torch.equal(traced(payload), codec.decode(payload))
 
 
 def components(heads: int) -> torch.Tensor:
@@ -216,3 +207,88 @@ def test_layers_stored_together_are_read_one_after_the_other():
     )
     assert error < 1e-5
     assert most < 1.75 * decoded.nbytes
+
+
+GROUPS = [  # channels, group_size -> the affine presets' groups, and HIGGS's
+    *[(64, 64, 64, 64), (64, 128, 64, 64), (128, 64, 64, 64), (128, 1024, 128, 128), (256, 1024, 256, 256)],
+    *[(96, 64, 48, 32), (80, 64, 40, 16), (20, 64, 20, 4), (40, 16, 10, 8), (5, 64, 5, 1), (12, 4, 4, 4)],
+    *[(64, 7, None, 4), (67, 64, None, 1), (34, 16, None, 2), (1, 7, 1, 1), (768, 1000, 768, 256)],
+]
+
+
+@pytest.mark.parametrize(("channels", "group_size", "divisor", "power"), GROUPS)
+def test_groups_shrink_to_what_divides_the_channels_or_say_what_does(channels, group_size, divisor, power):
+    assert Grouping(group_size=group_size, shrink="power of two").build((2, channels)) == (2, channels // power, power)
+    affine = Grouping(group_size=group_size, shrink="divisor")
+    if divisor:
+        assert affine.build((2, channels)) == (2, channels // divisor, divisor)
+        return
+    with pytest.raises(DataError, match=rf"head_dim {channels} is not divisible by group_size {group_size}: .*\[1, "):
+        affine.build((2, channels))
+
+
+@pytest.mark.parametrize(("head_dim", "tokens"), [(1, 160), (20, 160), (32, 1), (32, 16)])
+@pytest.mark.parametrize("name", EVERY)
+def test_any_head_dim_is_stored_or_named_and_so_is_too_little_to_learn_from(name, head_dim, tokens):
+    try:
+        codec = EVERY[name].key_codec(head_dim)
+        codec = codec if codec.ready else codec.fit(gaussian(2, 2, tokens, head_dim))
+    except DataError as error:
+        assert any(part in str(error) for part in ("divisible", "even number", "distinct", "shorter than the codec's"))
+        return
+    x = gaussian(1, 2, codec.block_tokens, head_dim, seed=1)
+    assert tokens < 160 or codec.decode(codec.encode(x)).sub(x).square().sum() < x.square().sum()
+
+
+NAN, LINEAR = float("nan"), partial(make_predictor, "linear")
+
+
+def rvq(**settings):
+    return ResidualVQ(**{"num_quantizers": 3, "codebook_size": 32, "group_size": 8, **settings})
+
+
+UNFIT = [
+    *[(partial(ResidualVQ, seed=seed), "seed .* must be ") for seed in (-1, 2**63, "a", 1.0, None, True)],
+    *[(partial(ResidualVQ, decay=decay), "decay .* must be ") for decay in (1, NAN, "x", None)],
+    *[(partial(EntropyCodedScalar, bits), "bits .* must be ") for bits in (0, 10.5, NAN, float("inf"), "2")],
+    (partial(HalfQuadratic, bits=2.0), "bits .* must be "),
+    *[(partial(ResidualVQ, count), "num_quantizers .* must be ") for count in (0, 65, True)],
+    *[(partial(LINEAR, strength=strength), "strength .* must be ") for strength in (NAN, "high", -1.0)],
+    (partial(Fallback, Chain([], AffineQuantizer(4)), block_size=1 << 30), "block_size .* must be "),
+    (lambda: chain(head_dim=20), r"head_dim 20 is not divisible by group_size 8: use one of \[1, 2, 4, 5, 10, 20\]"),
+    (lambda: chain(head_dim=None).fit(gaussian(1, 1, 200, 20)), "head_dim 20 is not divisible"),
+    (lambda: Chain([VectorScale(), VectorScale("rms")], ResidualVQ()), r"store \['scale', 'scale'\]"),
+    (lambda: Chain([], ResidualVQ(), 128), "group_size 32: add a Grouping"),
+    (lambda: ByteGroups(0.5).build((2, 12)), "0.5 bits of 12 components are no byte: use at least 0.666"),
+    (lambda: Chain([PCA()], GaussianLevels()).fit(gaussian(1, 1, 7, 8)), "components of 8 channels from 7 tokens"),
+    (lambda: Chain([PCA(weighted=True)], GaussianLevels()).fit(gaussian(1, 1, 9, 8)), "not told what errors cost"),
+    (lambda: presets.kvquant(2, fisher=True).key_codec().fit(gaussian(1, 1, 99, 8)), "not told what errors cost"),
+    (lambda: LINEAR(strength=0.0).fit(lambda: [(gaussian(20, 2) * torch.tensor([0, 1]), gaussian(20, 2))]), "singular"),
+    (lambda: LINEAR().fit(lambda: [(gaussian(40, 4) * 1e-9, gaussian(40, 3) * 1e4)]), "beyond fp16"),
+    (lambda: Chain([TokenBlock(16), Anchors(10)], GaussianLevels(2), 16), "put a TokenBlock first"),
+    (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 31, 8)), "stage 1 of 3.*32 codes need 32.*leaves only 31"),
+    (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 500, 8) * 1e6), "a code overflows fp16"),
+    (lambda: Fp16(16).encode(gaussian(1, 1, 1, 16) * 1e6), "overflows fp16"),
+    (lambda: Entropy(Entropy(rvq())), "leaves storing its codes to others"),
+    (lambda: presets.entropy_coded(presets.fp16()).key_codec(), "fp16 has no codes"),
+    (lambda: Chain([], Entropy(rvq(group_size=16)), 16), r"rows of \(16,\) do not begin with an axis of tokens"),
+    (lambda: presets.vq().key_codec(12), "not divisible by group_size 8"),
+    (lambda: presets.higgs().key_codec().fit(gaussian(1, 3, 9, 8)).encode(gaussian(1, 2, 1, 8)), "2 KV heads, .* on 3"),
+    (lambda: Chain([], EntropyCodedScalar()).fit(gaussian(1, 3, 99, 8)).encode(gaussian(1, 2, 1, 8)), "2 KV .* on 3"),
+    (lambda: presets.kivi(2, 5).key_codec().fit(x := gaussian(1, 1, 13, 8)).encode(x), "no multiple of .* 5 tokens"),
+    (lambda: presets.kvquant(block_tokens=4096).key_codec(64), "at most 16 bits"),
+    (lambda: presets.vqq(float("nan")), "threshold of preset 'vqq' must be float, not nan"),
+]
+UNKNOWN = [
+    (lambda: Grouping("stridded"), "strided"), (lambda: VectorScale("sdt"), "std"), (lambda: Grid(17), "16"),
+    (lambda: ResidualVQ(init="kmean"), "kmeans"), (lambda: Entropy(rvq(), "positio"), "unknown context 'positio'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [*((make, DataError, message) for make, message in UNFIT), *((make, UnknownNameError, m) for make, m in UNKNOWN)],
+)
+def test_what_does_not_fit_is_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

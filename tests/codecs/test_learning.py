@@ -5,9 +5,9 @@ import copy
 
 import pytest
 import torch
+from codec_zoo import PREDICTORS as SMALL
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preset_zoo import PREDICTORS as SMALL
 from strategies import gaussian
 
 from vqkv.codecs.learning.gptq import gptq
@@ -92,28 +92,16 @@ def test_loss_and_usage_are_those_of_the_stored_codes(beam):
     assert torch.equal(quantizer.usage(x), counts)
 
 
-def correlated(rows, features, seed=0, mean=3.0):
-    """Inputs as keys are: correlated channels of unequal size, away from zero."""
-    mix = (
-        torch.eye(features) + gaussian(features, features, seed=seed + 1) / (2 * max(1, features) ** 0.5)
-    ) * torch.linspace(0.2, 3, features)
-    return gaussian(rows, features, seed=seed) @ mix + mean * gaussian(features, seed=seed + 2)
-
-
 def stream(x, y, size=100):
     return lambda: zip(x.split(size), y.split(size))
 
 
 def known_map(rows=2000, inputs=24, outputs=12, mean=3.0):
-    x = correlated(rows, inputs, mean=mean)
+    """Inputs as keys are (correlated channels of unequal size, away from zero), outputs, and the map between them."""
+    mix = torch.eye(inputs) + gaussian(inputs, inputs, seed=1) / (2 * inputs**0.5)
+    x = gaussian(rows, inputs) @ (mix * torch.linspace(0.2, 3, inputs)) + mean * gaussian(inputs, seed=2)
     weights, bias = gaussian(inputs, outputs, seed=7).double(), gaussian(outputs, seed=8).double()
     return x, (x.double() @ weights + bias), weights, bias
-
-
-def small(kind, rows=300, inputs=9, outputs=6):
-    """A fitted predictor and its samples."""
-    x, y, _, _ = known_map(rows, inputs, outputs)
-    return make_predictor(kind, **SMALL[kind]).fit(stream(x, y)), x, y
 
 
 def layout_bytes(predictor, inputs, outputs):
@@ -132,7 +120,8 @@ BYTES = {  # by hand, for 9 inputs and 6 outputs
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_predictor_takes_its_bytes_and_comes_back_bit_for_bit(kind):
-    predictor, x, y = small(kind)
+    x, y, _, _ = known_map(300, 9, 6)
+    predictor = make_predictor(kind, **SMALL[kind]).fit(stream(x, y))
     assert predictor.side_bytes == layout_bytes(predictor, 9, 6) == BYTES[kind]
     again = codec_from_config(predictor.config(), predictor.state_dict())
     assert type(again) is type(predictor) and again.config() == predictor.config()

@@ -25,14 +25,6 @@ WIDTHS = {  # standard deviations of the channels
 }
 
 
-def rvq(**settings):
-    return ResidualVQ(**{"num_quantizers": 3, "codebook_size": 20, "group_size": 8, **settings})
-
-
-def coded(quantizer, tokens=4):
-    return Chain([TokenBlock(tokens), VectorScale(), Grouping(group_size=8)], quantizer, 16)
-
-
 def chain(bits=2.0, tokens=4):
     return Chain([TokenBlock(tokens)], EntropyCodedScalar(bits))
 
@@ -56,7 +48,9 @@ def test_frequencies_sum_and_none_is_impossible(counts):
 def test_bytes_are_those_of_the_cross_entropy(context, tables):
     """2% and 112 bits a stream: ``lengths`` and what four states hold. Only with the right table for each code."""
     x, fresh = (gaussian(1, 3, 1000, 16, seed=seed) + 2 * gaussian(1, 3, 1, 16, seed=9) for seed in (0, 1))
-    codec = coded(Entropy(rvq(), context), tokens=250).partial_fit(x).partial_fit(fresh)
+    quantizer = Entropy(ResidualVQ(3, 20, 8), context)
+    codec = Chain([TokenBlock(250), VectorScale(), Grouping(group_size=8)], quantizer, 16)
+    codec.partial_fit(x).partial_fit(fresh)
     counted = codec.quantizer._counts.sum(dim=-1)
     assert (counted == counted.flatten()[0]).all() and counted.sum() == 2 * 3 * 1000 * 6  # of both batches
     codec.finalize()

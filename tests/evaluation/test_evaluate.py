@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import bootstrap
+from strategies import with_settings
 
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, presets
@@ -51,6 +52,8 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
     assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3 and row["kl_floor"] < 1e-2 * row["top1"]
     assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
     assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == row
+    with pytest.raises(DataError, match="of another model"):
+        evaluate(mini[0], one_bit, tokens, protocol, exact=ExactPass(copy.deepcopy(mini[0])))
     passes = []
     handle = mini[0].register_forward_hook(lambda _, __, out: passes.extend([1] * (out.logits.shape[1] == 64)))
     try:
@@ -68,8 +71,7 @@ def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
     """Blocks of 16 in pieces of 8: the first two pieces read nothing packed. Each later one sees what waits for its
     block, and its own piece up to itself."""
     compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 16), progress=False)
-    settings = dataclasses.replace(compressor.settings, recent_window=0, block_tokens=16)
-    compressor = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+    compressor = with_settings(compressor, recent_window=0, block_tokens=16)
     row = evaluate(mini[0], compressor, tokens, chunk_size=8)
     held = [0, 8, 0, 8, 0, 8]  # exact tokens stored before the pieces from token 16 on
     seen = [stored + i for stored in held for i in range(1, 9)][:-1]  # the last token has no successor to predict
@@ -115,11 +117,6 @@ def test_evaluate_refuses_what_it_cannot_measure(mini, one_bit, tokens, argument
         evaluate(mini[0], **{"compressor": one_bit, "tokens": tokens} | arguments)
 
 
-def test_another_models_exact_pass_is_refused(mini, one_bit, tokens):
-    with pytest.raises(DataError, match="of another model"):
-        evaluate(mini[0], one_bit, tokens, exact=ExactPass(copy.deepcopy(mini[0])))
-
-
 def test_metrics_against_numbers_worked_out_by_hand():
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
     kl = token_kl(p.log().view(1, 1, 2), q.log().view(1, 1, 2))
@@ -157,8 +154,7 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
     for system in (compressor, H2O(compressor, 0.5, 0.1)):
         with pytest.raises(DataError, match="nothing is left to score"):
             evaluate(mini[0], system, tokens, protocol, step_size=16, reconstruction=False)
-    settings = dataclasses.replace(compressor.settings, recent_window=8, block_tokens=1)
-    fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+    fewer = with_settings(compressor, recent_window=8, block_tokens=1)
     assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16, step_size=16)["kl_mean"] > 0
     assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there
     kivi = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)

@@ -1,4 +1,5 @@
-"""The model of lm_eval answers what the model answers when it reads that cache; suites, on data of the real layout."""
+"""The model of lm_eval answers what the model answers when it reads that cache; suites, on data of the real layout;
+facts hidden in text."""
 
 import json
 from functools import cache
@@ -14,11 +15,12 @@ from small_models import COMMON, load
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+import vqkv
 from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
 from vqkv.cache.meter import total
 from vqkv.cli import app
 from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, cli_evaluate, run_tasks
-from vqkv.evaluation.questions import recall_questions
+from vqkv.evaluation.questions import DIGITS, all_right, facts_batch, recall_questions
 from vqkv.models.load import values_per_token
 from vqkv.study.peers import TransformersQuantized
 
@@ -58,13 +60,11 @@ def compressor(model, name):
     return calibrate(model, tokens((16, 128)), PRESETS[name], progress=False)
 
 
-def requests(seed=1):
-    """Contexts of several lengths, each with three continuations, two of them as long as each other."""
-    return [
-        (None, tokens((context,), seed + number).tolist(), tokens((length + extra,), 100 * number + choice).tolist())
-        for number, (context, length) in enumerate(LENGTHS)
-        for choice, extra in enumerate((0, 0, 2))
-    ]
+ASKED = [  # contexts of several lengths, each with three continuations, two of them as long as each other
+    (None, tokens((context,), 1 + number).tolist(), tokens((length + extra,), 100 * number + choice).tolist())
+    for number, (context, length) in enumerate(LENGTHS)
+    for choice, extra in enumerate((0, 0, 2))
+]
 
 
 def answers(lm, asked):
@@ -98,16 +98,16 @@ def test_uncompressed_is_hflm(mini):
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", [*PRESETS, "peer"])
 def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
-    peer, asked = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1), requests()
+    peer = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1)
     fitted = peer if name == "peer" else compressor(model, name)
     if (name, protocol) == ("peer", "in_place"):
         with pytest.raises(DataError, match="in-place"):
             CompressedLM(model, tokenizer, fitted, protocol)
         return
     lm = CompressedLM(model, tokenizer, fitted, protocol)
-    expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in asked], dtype=torch.float64)
-    torch.testing.assert_close(answers(lm, asked), expected, atol=1e-9, rtol=1e-6)  # processors sum in other orders
-    uncompressed = answers(CompressedLM(model, tokenizer, None, protocol), asked)
+    expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in ASKED], dtype=torch.float64)
+    torch.testing.assert_close(answers(lm, ASKED), expected, atol=1e-9, rtol=1e-6)  # processors sum in other orders
+    uncompressed = answers(CompressedLM(model, tokenizer, None, protocol), ASKED)
     assert (uncompressed - expected).abs().max() > 1e-4  # the cache was read
     assert {each.batch_size for each in lm.reports} == {1}
 
@@ -122,17 +122,6 @@ def test_a_prompt_goes_in_by_pieces(model, tokenizer):
     out = lm._model_generate(prompt, 71, [], attention_mask=torch.ones_like(prompt))
     assert out.shape == (1, 71) and out[0, :70].equal(prompt[0]) and out[0, -1] == logits.argmax()
     assert total(lm.reports).values == 70 * values_per_token(fitted.model)
-
-
-def test_rows_say_how_far_caches_were_compressed(model, tokenizer):
-    lm = CompressedLM(model, tokenizer, compressor(model, "vqllm"), max_length=60)
-    answers(lm, requests())
-    about = lm.measured()
-    assert about["bits_per_value"] == pytest.approx(2 * 4 / 16 + 16 / 32)
-    assert 0 < about["packed_share"] < 1 and about["ratio"] > 10
-    short = CompressedLM(model, tokenizer, compressor(model, "vqllm"))
-    answers(short, [(None, [1, 2, 3], [4, 5])])
-    assert short.read == 4 and short.measured()["packed_share"] == 0
 
 
 # The tasks
@@ -164,7 +153,7 @@ def test_the_real_leaderboard_tasks(small, leaderboard, monkeypatch):
     assert {"exact_match,strict-match", "exact_match,flexible-extract"} <= rows["gsm8k"].keys()
     assert {"word_perplexity,none", "bits_per_byte,none"} <= rows["wikitext"].keys()
     assert all(row["n"] == 1 and row["bits_per_value"] == pytest.approx(1) for row in rows.values())
-    assert all(row["packed_share"] > 0.4 for row in rows.values())
+    assert all(row["packed_share"] > 0.4 for row in rows.values()) and rows["hellaswag"]["packed_share"] < 1
 
 
 def test_bad_arguments_are_named(small, mini):
@@ -210,3 +199,46 @@ def test_values_stand_at_their_distance(tokenizer, distance):
         assert ids[-2:] == ids[-2 - back : -back] and ids[:-1].count(ids[-1]) - ids[:-1:3].count(ids[-1]) == 1
         assert len(ids) <= 1024
         assert len(set(row["choices"])) == 4 and all(row["context"].count(f"{x}\n") == 1 for x in row["choices"])
+
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer):
+    return vqkv.load_corpus("python", tokenizer, "validation", 900, 3, seed=1)
+
+
+@pytest.mark.parametrize(("count", "template"), [(1, None), (3, CHAT), (9, None)])
+def test_answers_stand_in_the_text(tokenizer, text, count, template, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    batch = facts_batch(tokenizer, count, text, 500, seed=5)
+    assert batch.tokens.shape == batch.question.shape and not batch.question[:, :500].any() and batch.text_len == 500
+    for tokens, question in zip(batch.tokens, batch.question):
+        assert sorted(question[question > 0].unique().tolist()) == list(range(1, count + 1))
+        for number in range(1, count + 1):
+            at = (question == number).nonzero().flatten()
+            answer = tokenizer.decode(tokens[at]).strip()
+            assert len(answer) == DIGITS and answer.isdigit()
+            stem = tokenizer.decode(tokens[:500]).partition(f" {answer}.")[0].rpartition("\n\n")[2]
+            assert stem.startswith("The ") and stem.endswith(" is") and "\n" not in stem
+            assert tokenizer.decode(tokens[: at[0]]).endswith(stem)  # what the answer goes on from
+            assert tokenizer.decode(tokens).count(answer) == 2
+    assert ("<assistant>" in tokenizer.decode(batch.tokens[0])) == (template is not None)
+
+
+def test_the_same_seed_hides_the_same_facts_where_they_have_room(tokenizer, text):
+    first, again, other = (facts_batch(tokenizer, 4, text, 500, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.tokens, again.tokens) and not torch.equal(first.tokens, other.tokens)
+    with pytest.raises(DataError, match="8 facts take [0-9]+ of 120 tokens: hide fewer"):
+        facts_batch(tokenizer, 8, text, 120, seed=0)
+
+
+def test_an_answer_is_right_where_all_its_tokens_are(tokenizer, text):
+    batch = facts_batch(tokenizer, 3, text, 600, seed=0)
+    right = torch.ones(int((batch.question > 0).sum()))
+    assert all_right(batch, right).all() and all_right(batch, right).shape == (3, 3)
+    marked = (batch.question > 0).nonzero()
+    wrong = next(i for i, (row, column) in enumerate(marked) if row == 1 and batch.question[row, column] == 2)
+    right[wrong] = 0
+    assert all_right(batch, right).tolist() == [[True] * 3, [True, False, True], [True] * 3]

@@ -87,12 +87,9 @@ def test_clipping_ends_at_a_share_of_the_magnitudes():
     assert Clipped(1.0).encode(x)[1]["low"].item() == -9
 
 
-def test_bits_go_where_four_to_their_power_leaves_most():
+def test_block_gtq_gives_both_channels_of_a_frequency_the_bits_of_four_to_whose_power_most_is_left():
     assert _greedy(torch.tensor([16.0, 4.0, 1.0, 1.0]), 8).tolist() == [4, 2, 1, 1]
     assert _greedy(torch.tensor([1.0, 0.0]), 99).tolist() == [8, 8]
-
-
-def test_block_gtq_gives_both_channels_of_a_frequency_the_same_bits():
     x = gaussian(1, HEADS, 50, DIM) * torch.linspace(0.1, 3, DIM)
     codec = ChannelBits(2.5, pairs=True)
     chain = Chain([], codec, DIM)

@@ -7,9 +7,9 @@ import pytest
 import small_models
 import strategies
 import torch
+from codec_zoo import PRESETS as SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import SMALL
 from projections import kv_sources
 from strategies import exact
 from transformers import DynamicCache
