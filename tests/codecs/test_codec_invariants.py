@@ -164,6 +164,14 @@ def test_views_do_not_keep_their_base_alive():
     assert payload.nbytes == 64 and payload.tokens(0, 0).nbytes == 0
 
 
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_the_arithmetic_of_decoding_can_be_traced_as_one_graph(bits):
+    codec = presets.quanto(bits, 8).key_codec(HEAD_DIM).fit(gaussian(1, 2, 8, HEAD_DIM))
+    payload = codec.encode(gaussian(1, 2, 8, HEAD_DIM))
+    traced = torch.compile(codec._decode, backend="eager", fullgraph=True)  # around it the precision is asked for
+    assert torch.equal(traced(payload), codec.decode(payload))
+
+
 def components(heads: int) -> torch.Tensor:
     """Random channels of unequal spreads, as principal components have."""
     spreads = torch.logspace(0.5, -2.5, heads * HEAD_DIM).view(1, heads, 1, HEAD_DIM)

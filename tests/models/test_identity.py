@@ -62,6 +62,12 @@ def test_weights_that_are_no_parameters(llama):
     assert difference(describe(model), other) == "other attention weights"
 
 
+def test_weights_that_cannot_be_read_are_refused(llama):
+    packed = torch.ao.quantization.quantize_dynamic(copy.deepcopy(llama), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(DataError, match="packs its weights where they cannot be read"):
+        identity(packed)
+
+
 def test_weights_are_read_once_and_all_of_them(llama, monkeypatch):
     model, read, own = copy.deepcopy(llama), [], identities.tensors_sha256
     monkeypatch.setattr(identities, "tensors_sha256", lambda named: read.append(1) or own(named))
