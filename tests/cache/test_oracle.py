@@ -185,7 +185,7 @@ def feed(cache, oracle, generator, new_tokens, padding, batch):
             torch.testing.assert_close(ours * shown, theirs, rtol=1e-4, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=150)
 @given(
     operations=st.lists(OPERATIONS, min_size=2, max_size=9),
     batch=st.integers(1, 3),
