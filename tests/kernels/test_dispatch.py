@@ -22,6 +22,7 @@ from vqkv.kernels import Coded, Rope, cpu, dispatch, machine, naive, pack_codes,
 from vqkv.kernels.attention import affine as products
 from vqkv.kernels.attention import grouped
 from vqkv.kernels.precision import full_precision
+from vqkv.kernels.rvq import loops
 from vqkv.presets import Preset
 
 
@@ -266,3 +267,7 @@ def test_products_with_affine_codes_on_a_cpu(batch, heads, shared, new_tokens, t
     keys, values = (affine(6 * size, b, 6 * size // g, tokens, heads, batch, b) for b, g in zip(bits, groups))
     assert products.serves(keys, values, None)
     as_decoded(cpu, on_device(batch, heads * shared, new_tokens, 6 * size), keys, values, None, 2e-5)
+
+
+def test_an_outlying_code_does_not_send_every_row_to_float64():
+    assert 0 < loops.reach(-8.0, 4.0, 1e-7, 3000.0, 16) + 8 < 1e-3
