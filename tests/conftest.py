@@ -22,7 +22,8 @@ keep_freed_memory()  # faster, see there
 
 def pytest_collection_modifyitems(items) -> None:
     """The longest go first: at the end one process would wait for the other."""
-    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_wheel.py", "test_golden.py"))
+    first = ("test_architecture.py", "test_readme.py", "test_wheel.py", "test_golden.py")
+    items.sort(key=lambda item: item.path.name not in first)
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,11 @@ def ours(path: Path) -> set[str]:
     return {name.removeprefix("vqkv.") for name in imported(path) if name.startswith("vqkv.")} & MODULES.keys()
 
 
+def test_types():
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_nothing_imports_from_a_higher_room():
     reaching = [
         f"{name} imports {other}"

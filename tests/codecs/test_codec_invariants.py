@@ -38,13 +38,18 @@ WITHOUT_ZERO = (*MEANS, *CODES, *CODED)  # a mean is subtracted from it, or no c
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module")
+def codec(codecs, request):
+    """One of them: hypothesis writes out what a test gets, at an ``example``."""
+    return codecs[request.param]
+
+
+@pytest.mark.parametrize("codec", KINDS, indirect=True)
 @settings(deadline=None, max_examples=10)
 @given(batch=st.integers(1, 3), blocks=st.integers(1, 4), cut=st.integers(0, 4), seed=st.integers(0, 1000))
 @example(batch=3, blocks=4, cut=1, seed=4)  # where HQQ's powers were rounded by their place in the tensor
-def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut, seed):
-    codec, cut = codecs[kind], min(cut, blocks)
-    rows = codec.block_tokens
+def test_payloads_commute_with_tokens_and_batch(codec, batch, blocks, cut, seed):
+    rows, cut = codec.block_tokens, min(cut, blocks)
     x = gaussian(batch, HEADS, blocks * rows, HEAD_DIM, seed=seed)
     x[:, :, :: blocks + 1] *= 5  # some blocks fit the codebooks, others do not
     payload = codec.encode(x)
