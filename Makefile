@@ -24,13 +24,12 @@ recompute: $(READY)
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --no-timed --jobs 2 --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --no-timed --jobs 3 --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env tests notebooks
 	$(MAKE) --no-print-directory smoke
 	@echo "make test: lint, types, library tests, committed notebooks and the smoke study passed"
 

@@ -1,6 +1,6 @@
 """nbval runs the committed pages again from stored tables, offline, writing nowhere; figures come out byte for byte.
 
-Kernels live in pytest's own process, so that each process imports everything once.
+Kernels live in pytest's own processes, after all tests there, so that each process imports everything once.
 """
 
 import hashlib
@@ -36,6 +36,7 @@ class Kernels(InProcessKernelManager):
 def start(startup_timeout: float, kernel_name: str, stderr, cwd: str):
     """Start a kernel that is no process: its manager and client."""
     os.chdir(cwd)
+    figures.show = show
     plt.rcdefaults()
     pd.reset_option("^display")  # pages set some
     pd.set_option("display.max_columns", 20)  # as where there is no terminal
@@ -59,5 +60,5 @@ def show(fig, name: str, table) -> None:
     committed_show(fig, name, table)
 
 
-committed_show, figures.show = figures.show, show
+committed_show = figures.show
 nbval.kernel.start_new_kernel = start

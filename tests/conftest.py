@@ -20,10 +20,12 @@ torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
 
+LONGEST = ("test_architectures.py", "test_wheel.py", "test_golden.py", "test_architecture.py", "test_gpu_compile.py")
+
+
 def pytest_collection_modifyitems(items) -> None:
-    """The longest go first: at the end one process would wait for the other."""
-    first = ("test_architecture.py", "test_readme.py", "test_wheel.py", "test_golden.py")
-    items.sort(key=lambda item: item.path.name not in first)
+    """The longest files go first: at the end one process would wait for the other. Notebooks stay last."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")
