@@ -36,7 +36,7 @@ class Kernels(InProcessKernelManager):
 def start(startup_timeout: float, kernel_name: str, stderr, cwd: str):
     """Start a kernel that is no process: its manager and client."""
     os.chdir(cwd)
-    figures.show = show
+    figures.show = show  # not before: tests call the committed one
     plt.rcdefaults()
     pd.reset_option("^display")  # pages set some
     pd.set_option("display.max_columns", 20)  # as where there is no terminal

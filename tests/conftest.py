@@ -19,8 +19,7 @@ from vqkv.study.shared import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
-
-LONGEST = ("test_architectures.py", "test_wheel.py", "test_golden.py", "test_architecture.py", "test_gpu_compile.py")
+LONGEST = ("test_architectures.py", "test_wheel.py", "test_golden.py", "test_architecture.py", "test_readme.py")
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -53,6 +53,9 @@ def none_of(*names):
 import vqkv, vqkv.cli
 none_of("torch", "transformers", "numpy", *{NEVER})
 
+import pkgutil, vqkv.cache.compressor, vqkv.codecs
+from vqkv.codecs.stage import Part
+known = {{*Part.registry}}  # to one who loads a compressor, which imports no preset's module
 from vqkv import presets
 model, tokenizer = vqkv.load_model("vqkv/llama-mini")
 presets.best(bits=1.8, context=8192, kv_width=128)
@@ -68,6 +71,9 @@ assert all(callable(getattr(vqkv, name)) and name in dir(vqkv) for name in vqkv.
 assert calibrate is vqkv.calibrate and vqkv.capture.__name__ == "capture"  # functions win on modules of their name
 assert not hasattr(vqkv, "compress")
 none_of("hqq", "torch._inductor.compile_fx")
+for module in pkgutil.walk_packages(vqkv.codecs.__path__, "vqkv.codecs."):
+    __import__(module.name)
+assert known == {{*Part.registry}} and len(known) > 30
 """
 HQQ = """
 import torch, transformers.cache_utils

@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import random
-import subprocess
-import sys
 
 import pytest
 import small_models
@@ -18,7 +16,6 @@ from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate,
 from vqkv.cache import saving
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
 from vqkv.cache.meter import tensor_bytes
-from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
 from vqkv.runtime.files import save_checked
 
@@ -230,14 +227,6 @@ def test_other_versions_and_unknown_parts_are_named(tmp_path):
     save_checked(tmp_path / FILE, about, {})
     with pytest.raises(FormatError, match="unknown codec part 'Newer'"):
         Compressor.from_pretrained(tmp_path)
-
-
-def test_a_new_process_knows_every_part():
-    """As ``vqkv evaluate`` reads a saved compressor, which imports no preset's module."""
-    command = "import vqkv.cache.compressor; from vqkv.codecs.stage import Part; print(*Part.registry)"
-    known = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
-    own = {name for name, part in Part.registry.items() if part.__module__.startswith("vqkv.codecs")}
-    assert len(own) > 30 and own - {*known} == set()
 
 
 @pytest.fixture(scope="module")
