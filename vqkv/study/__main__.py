@@ -1,6 +1,11 @@
 """``python -m vqkv.study``."""
 
-from vqkv.study.driver import app
+import gc
 
 if __name__ == "__main__":
+    gc.disable()  # see ``driver.IMPORTS``
+    from vqkv.study.driver import app
+
+    gc.freeze()
+    gc.enable()
     app()

@@ -21,7 +21,12 @@ def time_dumbbells(table, panels: dict[str, str]):
         ends = sorted({rows[along].min(), rows[along].max()})
         order = order or list(rows[rows[along] == ends[-1]].sort_values("decode_ms")["system"])
         for position, system in enumerate(order):
-            _dumbbell(ax, position, rows[rows["system"] == system].set_index(along), ends)
+            style, row_at = look(system) | {"ls": ""}, rows[rows["system"] == system].set_index(along)
+            ax.plot(row_at.loc[ends, "decode_ms"], [position] * len(ends), color=style["color"], alpha=0.5)
+            for end, face in zip(ends, ("white", style["color"]), strict=False):
+                row = row_at.loc[end]
+                quartiles = whiskers(row["decode_ms"], row["decode_q1"], row["decode_q3"])
+                ax.errorbar(row["decode_ms"], position, xerr=quartiles, mfc=face, elinewidth=1, **style)
         for end in rows[(rows["system"] == REFERENCE) & rows[along].isin(ends)]["decode_ms"]:
             ax.axvline(end, color=PALETTE["fp16"], linestyle=":", linewidth=1)
         what = f"{ends[0]:,} (hollow) or {ends[-1]:,} (filled)"
@@ -30,15 +35,6 @@ def time_dumbbells(table, panels: dict[str, str]):
     axes[0, 0].set_yticks(range(len(order)), order)
     axes[0, 0].invert_yaxis()
     return fig
-
-
-def _dumbbell(ax, position: int, rows, ends) -> None:
-    style = look(rows["system"].iloc[0]) | {"ls": ""}
-    ax.plot(rows.loc[ends, "decode_ms"], [position] * len(ends), color=style["color"], alpha=0.5)
-    for end, face in zip(ends, ("white", style["color"]), strict=False):
-        row = rows.loc[end]
-        quartiles = whiskers(row["decode_ms"], row["decode_q1"], row["decode_q3"])
-        ax.errorbar(row["decode_ms"], position, xerr=quartiles, mfc=face, elinewidth=1, **style)
 
 
 def memory_dots(table):
