@@ -18,7 +18,7 @@ gc.disable()  # while tests are collected: half of that time goes into looking t
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
-LONGEST = ("test_architectures.py", "test_wheel.py", "test_golden.py", "test_architecture.py", "test_readme.py")
+LONGEST = ("test_architectures.py", "test_golden.py", "test_architecture.py", "test_readme.py")
 
 
 def pytest_collection_modifyitems(items) -> None:
