@@ -210,7 +210,7 @@ class Compressor:
         }
 
     def _learned(self) -> dict[str, Tensor]:
-        """Everything learned, by the name it is saved under."""
+        """Return everything learned, by the name it is saved under."""
         return {
             f"{layer}.{role}.{kind}{name}": tensor
             for (role, layer, kind), part in self._parts()

@@ -64,7 +64,7 @@ class Report:
 
 
 def total(reports: list[Report]) -> Report:
-    """Several caches of one compressor as if they were one."""
+    """Sum several caches of one compressor as if they were one."""
     kinds = sum((Counter(report.kinds) for report in reports), Counter())
     names = ("packed_bytes", "packed_values", "values", "dynamic_values")
     sums = {name: sum(getattr(r, name) for r in reports) for name in (*names, "batch_size")}

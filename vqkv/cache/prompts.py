@@ -100,7 +100,7 @@ class PromptCache:
 
 
 def _listed(folder: Path) -> dict[Path, tuple[np.ndarray, dict]]:
-    """Token ids and header of what is stored."""
+    """Return token ids and header of what is stored."""
     listed = {}
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(Exception), safe_open(path, "pt") as file:  # being removed, or damaged: a miss

@@ -20,7 +20,7 @@ def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def token_kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL(reference || logits) in nats, next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
+    """Return KL(reference || logits) in nats, next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
     p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 

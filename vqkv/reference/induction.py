@@ -82,7 +82,7 @@ def begin_gpt2(model: GPT2LMHeadModel) -> None:
 
 
 def _subspaces(dim: int, hidden: int, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Three (dim, hidden) matrices of orthonormal rows that read the dimensions ``among``; the first two share none."""
+    """Draw (dim, hidden) matrices of orthonormal rows that read the dimensions ``among``; the first two share none."""
     parts = torch.zeros(3 * dim, hidden)
     parts[: 2 * dim, among] = torch.nn.init.orthogonal_(torch.empty(2 * dim, len(among)))
     parts[2 * dim :, among] = torch.nn.init.orthogonal_(torch.empty(dim, len(among)))

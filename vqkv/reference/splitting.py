@@ -25,7 +25,7 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def shingles(text: str) -> np.ndarray:
-    """Sorted uint32 hashes of all runs of ``SHINGLE`` words or signs of a text."""
+    """Return sorted uint32 hashes of all runs of ``SHINGLE`` words or signs of a text."""
     tokens = np.array([zlib.crc32(token.encode()) for token in TOKEN.findall(text)], dtype=np.uint64)
     runs = np.lib.stride_tricks.sliding_window_view(tokens, min(SHINGLE, len(tokens)))
     weights = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, runs.shape[1] + 1, dtype=np.uint64)

@@ -87,7 +87,7 @@ class Mixture(Dataset):
 
 
 def next_token_loss(outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
-    """Next-token cross-entropy in nats: the mean over sequences of each one's mean over its labelled tokens.
+    """Return the next-token cross-entropy in nats: the mean over sequences of each one's mean over its labelled tokens.
 
     So a recall sequence's few answers weigh as much as a sequence of text.
     """
@@ -97,7 +97,7 @@ def next_token_loss(outputs, labels: torch.Tensor, num_items_in_batch=None) -> t
 
 
 def adamw(model) -> torch.optim.AdamW:
-    """Weight decay on matrices other than embeddings."""
+    """Make AdamW, with weight decay on matrices other than embeddings."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in embeddings]
     others = [p for p in model.parameters() if p.ndim < 2 or p in embeddings]

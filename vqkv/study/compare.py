@@ -118,7 +118,7 @@ def compare(
 
 
 def _holds(text: str, tokenizer, size: tuple) -> bool:
-    """Whether a text is long enough for a size. Raises ``DataError`` where it is too short for the smallest."""
+    """Tell whether a text is long enough for a size. Raises ``DataError`` where it is too short for the smallest."""
     (n, length), (m, scored), num_texts, text_lens = size
     try:
         for split, seq_len, num_seqs in (("train", length, n), ("test", scored, m), ("test", text_lens[1], num_texts)):

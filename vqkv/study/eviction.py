@@ -185,7 +185,7 @@ class EvictingCache(CompressedCache):
                 layer.chosen = self.policy.chosen(x)
 
     def report(self) -> Report:
-        """Bytes of what is kept. ``values``, and so ``ratio`` and ``bits_per_value_total``, count all tokens seen;
+        """Count bytes that are kept. ``values``, and so ``ratio`` and ``bits_per_value_total``, count all tokens seen;
         ``packed_values`` and ``bits_per_value`` those kept and packed. ``positions`` has one bit for each token of the
         prompt and KV head where keys are stored before RoPE."""
         report, stored = super().report(), self.layers[0].stored

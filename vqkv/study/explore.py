@@ -170,7 +170,7 @@ def _back(passed: list, y: Tensor) -> Tensor:
 
 
 def _places(passed: list, y: Tensor, at: tuple[int, int, int]) -> Tensor:
-    """True where the vector ``at`` is read back from a value of ``y``: where its gradient is not 0."""
+    """Return True where the vector ``at`` is read back from a value of ``y``: where its gradient is not 0."""
     y = y.detach().requires_grad_()
     vector = _back(passed, y)[at]
     weights = torch.rand(vector.shape, generator=torch.Generator().manual_seed(0)).to(vector) + 1  # none cancel
@@ -200,7 +200,7 @@ def chat(systems: list, subject: Subject, max_new_tokens: int):
 
 
 def follow(systems: list, subject: Subject, turn: str, layer: int, head: int, token: int):
-    """The figures of one key of ``turn``, under controls that choose another; None where no front end is."""
+    """Draw the figures of one key of ``turn``, under controls that choose another; None where no front end is."""
     if not _opened():
         return None
 

@@ -34,7 +34,7 @@ DESIGNS = {
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:
-    """``recommend.measurements`` out of page 11's table and page 08's times, of a history decoded and read in place."""
+    """Make ``recommend``'s table out of page 11's table and page 08's times, of a history decoded and read in place."""
     means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
     same_geometry = in_place[in_place["geometry"] == latency["geometry"].iloc[0]]
     times = _ns_per_value(latency) | _ns_per_value(same_geometry[same_geometry["context"] == latency["context"].max()])

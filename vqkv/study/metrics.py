@@ -6,7 +6,7 @@ import torch
 
 
 def relative_mse(x: torch.Tensor, x_hat: torch.Tensor) -> float:
-    """Squared error over squared size, sum((x - x_hat)^2) / sum(x^2), in float64; any equal shapes."""
+    """Return squared error over squared size, sum((x - x_hat)^2) / sum(x^2), in float64; any equal shapes."""
     x, x_hat = x.double(), x_hat.double()
     return ((x - x_hat).square().sum() / x.square().sum()).item()
 

@@ -81,7 +81,7 @@ class MeteredQuantizedCache(QuantizedCache):
     """transformers' cache with the byte meter's report; nothing of how it stores and reads is touched."""
 
     def report(self) -> Report:
-        """Bytes by kind, measured from the storage of the tensors held now; the unpacked tokens are the window."""
+        """Count bytes by kind, from the storage of the tensors held now; the unpacked tokens are the window."""
         layers = [layer for layer in self.layers if layer.is_initialized]
         packed = [x for layer in layers for x in (layer._quantized_keys, layer._quantized_values)]
         window = [x for layer in layers for x in (layer.keys, layer.values)]

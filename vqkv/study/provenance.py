@@ -14,7 +14,7 @@ RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matp
 
 
 def describe(name: str, function: Callable, parameters: dict) -> dict:
-    """Everything about the run of a table's ``function`` that is known before it starts."""
+    """Return everything about the run of a table's ``function`` that is known before it starts."""
     return {
         "name": name,
         "function": f"{function.__module__}.{function.__qualname__}",
@@ -25,7 +25,7 @@ def describe(name: str, function: Callable, parameters: dict) -> dict:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None for another."""
+    """Return the version of an installed package; None for another."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def version(package: str) -> str | None:
 
 
 def versions(*packages: str) -> str:
-    """Python and those of the ``packages`` that are installed, as ``name version; ...``."""
+    """Name Python and those of the ``packages`` that are installed, as ``name version; ...``."""
     version_of = {"python": platform.python_version()} | {name: version(name) for name in packages}
     return "; ".join(f"{name} {number}" for name, number in version_of.items() if number)
 

@@ -28,7 +28,7 @@ def plain(value, what: str):
 
 
 def digest(value) -> str:
-    """Ten hex digits that name a set of parameters."""
+    """Return ten hex digits that name a set of parameters."""
     return hashlib.sha256(json.dumps(plain(value, "parameters"), sort_keys=True).encode()).hexdigest()[:10]
 
 

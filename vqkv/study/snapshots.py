@@ -66,7 +66,7 @@ class Stream:
         return joined[0::2], joined[1::2]
 
     def report(self) -> dict:
-        """Bytes by kind, and ratios, header apart, against every snapshot in fp32, the source's baseline, and the last
+        """Count bytes by kind, and ratios, header apart, to every snapshot in fp32, the source's baseline, and the last
         one alone in fp16, the cache that a server really holds."""
         written, steps = dict.fromkeys(KINDS, 0), len(self)
         for number, payloads in enumerate(self.steps, 1):

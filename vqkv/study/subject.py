@@ -43,7 +43,7 @@ class Subject:
         return f"{self.name}, seed {self.seed}"
 
     def changed(self, kind: type["Subject"] | None = None, **changes) -> "Subject":
-        """A copy with other settings, or of another kind, whose sources are this one's too."""
+        """Return a copy with other settings, or of another kind, whose sources are this one's too."""
         kind = kind or type(self)
         same = {each.name for each in dataclasses.fields(kind) if each.init and hasattr(self, each.name)}
         other = kind(**{name: getattr(self, name) for name in same} | changes)
@@ -86,7 +86,7 @@ class Subject:
         return self.text(self.held_out, self.test_size, self.seed if self.test_seed is None else self.test_seed)
 
     def text(self, split: str, size: Sequence[int], seed: int, corpus: str = "") -> torch.Tensor:
-        """Tokens of ``size`` (num_seqs, seq_len) drawn by ``seed`` from a split of its corpus, or of another one."""
+        """Draw tokens of ``size`` (num_seqs, seq_len) by ``seed`` from a split of its corpus, or of another one."""
         corpus = corpus or self.corpus
         which = {"corpus": corpus, "split": split, "size": size, "seed": seed}
         tokens, source = _text(name=self.name, dtype=self.dtype, device=self.device, **which)

@@ -95,7 +95,7 @@ def experiment(cases: Callable = lambda: [{}], finish: Callable | None = None) -
 
 
 def product(**choices) -> list[dict]:
-    """Every combination of arguments, the last of which changes fastest: ``product(bits=[2, 3], seed=[0, 1])``."""
+    """List every combination of arguments, the last of which changes fastest: ``product(bits=[2, 3], seed=[0, 1])``."""
     return [dict(zip(choices, chosen)) for chosen in itertools.product(*choices.values())]
 
 
@@ -188,7 +188,7 @@ def in_processes(function: Callable, calls: list[tuple], workers: int) -> Iterat
 
 
 def _known_rows(results: dict[str, dict]) -> list[dict]:
-    """The rows of all cases; a warning for each that has none. Raises ``DataError`` if every case was refused."""
+    """List rows of all cases; a warning for each that has none. Raises ``DataError`` if every case was refused."""
     rows = [row for result in results.values() for row in result["rows"]]
     refused = {name: result["refused"] for name, result in results.items() if result["refused"]}
     for name, why in refused.items():

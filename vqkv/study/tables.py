@@ -47,7 +47,7 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
 
 
 def published(name: str) -> pd.DataFrame:
-    """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
+    """Read published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
     if pair := stored(f"published/{name}"):
         return pair[0]
     paths = (repository_root() / "results/published").glob("*.csv")
@@ -93,7 +93,7 @@ def with_numbers(table: pd.DataFrame, *names: str) -> pd.DataFrame:
 
 
 def repository_root() -> Path:
-    """The checkout that this package lies in, else the one around the current folder, else the current folder."""
+    """Find the checkout that this package is in, else the one around the current folder, else the current folder."""
     here = Path.cwd()
     for folder in (Path(__file__).resolve().parents[2], here, here.parent):
         if (folder / "notebooks").is_dir() and (folder / "results").is_dir():

@@ -21,7 +21,7 @@ def decode_attention(
 
 
 def merge(outputs: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to all keys from attention to some each: outputs (shares, ..., head_dim) and log-sum-exps."""
+    """Return attention to all keys from attention to some each: outputs (shares, ..., head_dim) and log-sum-exps."""
     total = sums.logsumexp(dim=0)
     return ((sums - total).exp().unsqueeze(-1) * outputs).sum(dim=0), total
 

@@ -72,7 +72,7 @@ def _numbers(words, BITS: tl.constexpr):
 
 @triton.jit
 def _channels_of(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, F: tl.constexpr):
-    """Channel of each column of a half tile, and whether there is one."""
+    """Return the channel of each column of a half tile, and whether there is one."""
     column = tl.arange(0, WIDTH)
     if F.KIND == "affine":
         EACH: tl.constexpr = 32 // F.BITS

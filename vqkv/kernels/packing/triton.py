@@ -69,7 +69,7 @@ def touched(bits: int, word: int) -> int:
 
 
 def _rows(rows: int, count: int, size: int, bits: int) -> tuple[int, int, int]:
-    """Rows, codes and bytes of each: rows that end with a complete byte are one long row."""
+    """Return rows, codes and bytes of each: rows that end with a complete byte are one long row."""
     return (1, rows * count, rows * size) if count * bits % 8 == 0 else (rows, count, size)
 
 

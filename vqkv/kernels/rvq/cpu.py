@@ -36,13 +36,13 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 
 def _short(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
-    """Short vectors, without matrix products."""
+    """Search short vectors, without matrix products."""
     fixed = [table.numpy() for table in (tables.products, tables.norms, tables.codebooks, tables.exact, x, codes)]
     spread(lambda i, j: loops.search_short(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
 
 
 def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
-    """Stage by stage, as many rows as keep their scores in the cache."""
+    """Search stage by stage, as many rows as keep their scores in the cache."""
     width, threads = tables.norms.shape[1], torch.get_num_threads()
     chunk = max(64, SCORES // width) * (1 if threads == 1 else SHARE * threads)
     scores = torch.empty(min(chunk, len(x)), width)

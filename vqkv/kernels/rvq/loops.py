@@ -183,7 +183,7 @@ def _norms(residual, size, drift, roundings):
 
 @compiled(fast=True)
 def _compare(residual, products, norms, codes, score, best, second, winner):
-    """Best and second best score of every row over all codes, and which code is the best."""
+    """Return best and second best score of every row over all codes, and which code is the best."""
     last = index(len(residual) - 1)
     for i in range(R):
         best[i] = second[i] = INFINITY

@@ -34,7 +34,7 @@ def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
 
 
 def nearest(residual: Tensor, codebook: Tensor) -> Tensor:
-    """Index of the nearest code of every row: residual (rows, dim), codebook (codebook_size, dim), both float64."""
+    """Find each row's nearest code, an index: residual (rows, dim), codebook (codebook_size, dim), both float64."""
     rows = max(1, CHUNK_ELEMENTS // max(1, codebook.numel()))
     distances = [(part[:, None] - codebook).square_().sum(dim=-1) for part in residual.split(rows)]
     return torch.cat([distance.argmin(dim=-1) for distance in distances])

@@ -36,7 +36,7 @@ class Uncompressed:
     """transformers' ``DynamicCache`` where a fitted compressor would stand; stored as a safetensors file of 16 bits."""
 
     def new_cache(self, model) -> DynamicCache:
-        """The cache that ``generate`` uses when it is given none."""
+        """Return the cache that ``generate`` uses when it is given none."""
         return DynamicCache(config=model.config)
 
     def save(self, cache: DynamicCache, path: Path) -> None:
@@ -45,7 +45,7 @@ class Uncompressed:
         save_file({name: (x.half() if x.dtype == torch.float32 else x).contiguous() for name, x in parts.items()}, path)
 
     def load(self, path: Path, model) -> DynamicCache:
-        """What was saved, in the model's dtype."""
+        """Return what was saved, in the model's dtype."""
         parts, cache = load_file(path), self.new_cache(model)
         for i in range(len(parts) // 2):
             cache.update(*(parts[f"{i}.{name}"].to(model.device, model.dtype) for name in ("keys", "values")), i)
@@ -59,7 +59,7 @@ class KeepingDecoded:
     compressor: Compressor
 
     def new_cache(self, model) -> CompressedCache:
-        """An empty cache."""
+        """Return an empty cache."""
         return self.compressor.new_cache(model, decoded_cache_bytes=EVERYTHING)
 
     def save(self, cache: CompressedCache, path: Path) -> None:
@@ -108,7 +108,7 @@ def ours(kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset
 
 
 def chosen(systems: list[str]) -> list[str]:
-    """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
+    """List labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another."""
     labels = [*THEIRS, *ours(), *KEPT]
     check_known("system", systems, labels)
     asked = (MID, "live", "cachegen", "kvtc")  # by pages 08 and 13 alone
@@ -119,7 +119,7 @@ def chosen(systems: list[str]) -> list[str]:
 def contenders(
     fit: Callable[[presets.Preset], Compressor], systems: list[str], seed: int = 0, kmeans_iterations: int = 10
 ) -> dict:
-    """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
+    """List ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
     and transformers' caches, or a warning for a missing package. Raises ``UnknownNameError`` for another label."""
     wanted, by_label = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
@@ -154,7 +154,7 @@ def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", see
 
 
 def random_tokens(model, batch_size: int, seq_len: int, seed: int = 0) -> torch.Tensor:
-    """Token ids (batch_size, seq_len) on the model's device."""
+    """Draw token ids (batch_size, seq_len) on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size, (batch_size, seq_len), generator=generator).to(model.device)
 

@@ -106,10 +106,10 @@ PLAIN: dict[str, Callable] = {"rvq_encode": plain_encode}
 
 
 def ours(kernel: str, like: Tensor, *about) -> str:
-    """``vqkv`` and which twin of the kernel serves a tensor like this; ``about``: see ``kernels.which``."""
+    """Name ``vqkv`` and which twin of the kernel serves a tensor like this; ``about``: see ``kernels.which``."""
     return f"vqkv ({kernels.which(kernel, like, *about)})"
 
 
 def gaussian(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
-    """Standard normal float32, the same numbers on every device."""
+    """Draw standard normal float32, the same numbers on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)

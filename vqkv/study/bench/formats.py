@@ -19,7 +19,7 @@ KEYFRAME = 64  # tokens that share a scale, as in the VQ quality framework
 
 
 def affine(bits: int, shape: tuple[int, ...], device: str, seed: int = 0) -> Affine:
-    """Random values (batch, num_kv_heads, seq_len, head_dim), packed by groups of 64 channels."""
+    """Draw random values (batch, num_kv_heads, seq_len, head_dim), packed by groups of 64 channels."""
     return kernels.affine_encode(gaussian(*shape, seed=seed, device=device), bits, min(GROUP, shape[-1]))
 
 
@@ -27,7 +27,7 @@ def coded(
     tables: int, num_quantizers: int, codebook_size: int, dim: int, shape: tuple[int, ...], device: str, seed: int = 0,
     tokens_per_scale: int = 1, strided: bool = False,
 ) -> Coded:  # fmt: skip
-    """Random codes and codebooks, fp16, and a scale for each token or ``tokens_per_scale`` of them."""
+    """Draw random codes and codebooks, fp16, and a scale for each token or ``tokens_per_scale`` of them."""
     generator, bits = torch.Generator().manual_seed(seed), (codebook_size - 1).bit_length()
     batch, heads, seq_len, head_dim = shape
     groups = head_dim // dim
@@ -67,7 +67,7 @@ STRIDED = "residual 8x2048 d=32"  # whose keys are grouped so
 
 
 def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[KernelView, KernelView, Rope | None]:
-    """Both in this format, and the keys' RoPE (Llama 3's frequencies) where they are stored before it."""
+    """Return both in this format, and the keys' RoPE (Llama 3's frequencies) where they are stored before it."""
     keys = FORMATS[name](shape, device, seed=1, **({"strided": True} if name == STRIDED else {}))
     values, block = FORMATS[name](shape, device, seed=2), BEFORE_ROPE.get(name.split()[0])
     channels = torch.arange(0, shape[-1], 2, device=device) / shape[-1]

@@ -17,7 +17,7 @@ Peer = tuple[Callable, Callable | None]
 
 
 def vector_quantize(codebooks: Tensor, x: Tensor | None = None, codes: Tensor | None = None) -> Peer:
-    """``ResidualVQ`` of vector-quantize-pytorch in evaluation mode: rows of x to codes, or codes to sums."""
+    """Use ``ResidualVQ`` of vector-quantize-pytorch in evaluation mode: rows of x to codes, or codes to sums."""
     from vector_quantize_pytorch import ResidualVQ
 
     num_quantizers, codebook_size, dim = codebooks.shape
@@ -30,7 +30,7 @@ def vector_quantize(codebooks: Tensor, x: Tensor | None = None, codes: Tensor | 
 
 
 def faiss(codebooks: Tensor, beam: int = 1, product: bool = False):
-    """faiss' quantizer that holds codebooks (codebooks, codebook_size, dim), of the residual or of pieces."""
+    """Make faiss' quantizer that holds codebooks (codebooks, codebook_size, dim), of the residual or of pieces."""
     import faiss
 
     if codebooks.is_cuda:
@@ -57,7 +57,7 @@ def faiss_encode(codebooks: Tensor, x: Tensor, **kind) -> Peer:
 
 
 def faiss_decode(codebooks: Tensor, codes: Tensor, **kind) -> Peer:
-    """Packed codes -> rows."""
+    """Decode packed codes to rows."""
     packed = reference.pack_codes(codes, (codebooks.shape[1] - 1).bit_length()).cpu().numpy()
     return partial(faiss(codebooks, **kind).decode, packed), torch.from_numpy
 
@@ -80,7 +80,7 @@ def quanto(direction: str, x: Tensor, bits: int, group_size: int) -> Peer:
 
 
 def hqq(direction: str, x: Tensor, bits: int, group_size: int) -> Peer:
-    """hqq's codes, in groups of neighbouring channels, offsets found by its solver; read in fp32, as all is here."""
+    """Use hqq: groups of neighbouring channels, offsets found by its solver; read in fp32, as all is here."""
     from hqq.core.quantize import Quantizer
 
     how = {"group_size": group_size, "axis": 1, "device": x.device.type, "compute_dtype": torch.float32}

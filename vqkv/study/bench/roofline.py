@@ -41,7 +41,7 @@ def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -
 
 
 def decode(packed: KernelView) -> Demand:
-    """KernelView -> values in fp32."""
+    """Decode a KernelView to values in fp32."""
     values = packed.shape.numel()
     return Demand(values * _flops(packed), tensor_bytes(packed) + 4 * values, values)
 

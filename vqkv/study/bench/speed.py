@@ -82,7 +82,7 @@ def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[li
 
 
 def cpu_times(call: Callable) -> list[float]:
-    """Milliseconds, by torch's ``Timer``."""
+    """Time a call in milliseconds by torch's ``Timer``."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return [1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=SHORTEST).times]
 

@@ -31,12 +31,12 @@ ATTENDED = [name for name in FORMATS if name != "grid 16"]
 
 
 def label(shape) -> str:
-    """Of (batch, num_kv_heads, seq_len, head_dim)."""
+    """Write the shape (batch, num_kv_heads, seq_len, head_dim)."""
     return " ".join(f"{name}={n}" for name, n in zip(("batch", "heads", "tokens", "head_dim"), shape, strict=True))
 
 
 def layer_keys(sizes: Sizes) -> Tensor:
-    """Gaussian keys of one layer."""
+    """Draw Gaussian keys of one layer."""
     return gaussian(*sizes.stored, seed=sizes.seed, device=sizes.device)
 
 
@@ -95,7 +95,7 @@ def _pairs(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> 
 
 
 def product_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Eight values to two codes of 256, each of four values."""
+    """Encode eight values to two codes of 256, each of four values."""
     rows = layer_keys(sizes).reshape(-1, 8)
     codebooks = gaussian(2, 256, 4, seed=sizes.seed + 1, device=sizes.device)
     work = roofline.encode(rows.reshape(-1, 4), codebooks[:1], code_bytes=1)

@@ -27,13 +27,13 @@ def problem(sizes: Sizes, rows: int, num_quantizers: int = 0, codebook_size: int
 
 
 def named(operation: str, x: Tensor, codebooks: Tensor, work: Demand) -> Problem:
-    """A problem with the names of its format and shape."""
+    """Make a problem with the names of its format and shape."""
     depth, size, dim = codebooks.shape
     return Problem(operation, f"residual {depth}x{size} d={dim}", f"N={len(x)} d={dim} K={depth} C={size}", work)
 
 
 def encode(sizes: Sizes) -> Iterator[Problem]:
-    """The deepest, and fewer rows by size and number of codebooks."""
+    """Time search of the deepest, and fewer rows by size and number of codebooks."""
     deepest, largest = max(sizes.depths), max(sizes.codebook_sizes)
     shapes = [(sizes.rows, deepest, largest)]
     shapes += [(sizes.sweep_rows, deepest, size) for size in sizes.codebook_sizes]
@@ -59,7 +59,7 @@ def products(x: Tensor, weights: Tensor) -> None:
 
 
 def encode_beam(sizes: Sizes) -> Iterator[Problem]:
-    """Beam search, which keeps four candidates."""
+    """Time beam search, which keeps four candidates."""
     x, codebooks = problem(sizes, max(1, sizes.sweep_rows // BEAM))
     case = named(f"rvq_encode_beam{BEAM}", x, codebooks, roofline.encode(x, codebooks, BEAM))
     expected = reference.rvq_encode(x[:64], codebooks, BEAM)

@@ -103,7 +103,7 @@ def exact_tokens(compressor) -> float:
 
 
 def explained_by_layer(subject: Subject, compressor, tokens: torch.Tensor) -> dict[LayerRole, float]:
-    """EVR of the keys and the values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
+    """Return the EVR of keys and values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
     reconstructions, ratios, pre_rope = compressor.new_pass(), {}, compressor.settings.pre_rope
     for layer, pair in enumerate(zip(*subject.exact.keys_and_values(tokens, pre_rope), strict=True)):
         for role, x, x_hat in zip(ROLES, pair, compressor.reconstruct(layer, *pair, reconstructions), strict=True):

@@ -29,7 +29,7 @@ def family(system: str) -> str:
 
 
 def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
-    """Each of ``systems`` against the best of ``designs`` at its own ``bits`` (a column): a row per model and system.
+    """Set ``systems`` against the best of ``designs`` at its own ``bits`` (a column): a row per model and system.
 
     A design's KL between two of its rates is interpolated, log KL against bits, window by window; above its most it is
     the KL of the most. ``ratio`` of mean KLs over the windows that both have, ours over theirs, with the ends of its
@@ -55,7 +55,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
 
 
 def windows(rows: pd.DataFrame) -> pd.Series:
-    """KL of each window of one system at one rate, by seed and number."""
+    """Return the KL of each window of one system at one rate, by seed and number."""
     kl_of_window = {
         (seed, number): min(BROKEN_KL, float(kl)) if math.isfinite(float(kl)) else BROKEN_KL
         for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
@@ -65,7 +65,7 @@ def windows(rows: pd.DataFrame) -> pd.Series:
 
 
 def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
-    """KL of each window that all rates of one design have, at so many bits; None if it has no rate of so few."""
+    """Return the KL of each window that all rates of a design have, at so many bits; None if no rate has so few."""
     rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
@@ -87,7 +87,7 @@ def _compared(theirs: pd.Series, ours: pd.Series) -> dict:
 
 @cache
 def _draws(sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """Of seeds with so many windows each: the numbers of the windows in each of ``DRAWS`` draws."""
+    """Draw, of seeds with so many windows each: the numbers of the windows in each of ``DRAWS`` draws."""
     rng, first = np.random.default_rng(0), np.cumsum([0, *sizes])
     drawn = (rng.integers(len(sizes), size=len(sizes)) for _ in range(DRAWS))
     return [np.concatenate([first[i] + rng.integers(sizes[i], size=sizes[i]) for i in seeds]) for seeds in drawn]

@@ -102,7 +102,7 @@ def every() -> dict[str, dict]:
 
 
 def exists(design: str, bits: float) -> bool:
-    """True if a design of ``every`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
+    """Tell whether a design of ``every`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
     return bits in BITS.get(every()[design]["quantizer"], [bits])
 
 

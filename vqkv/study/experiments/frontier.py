@@ -88,7 +88,7 @@ def frontier(
 def fitted_system(
     subject: Subject, system: str, bits: float, vqllm: dict, learning: dict, tuned: dict | None = None
 ) -> Compressor:
-    """A published system or a design, fitted; residual VQ is cut out of the deepest with codebooks of its size."""
+    """Fit a published system or a design; residual VQ is cut out of the deepest with codebooks of its size."""
     if system in vqllm:
         depth, size = vqllm[system]
         label = max((name for name, other in vqllm.items() if other[1] == size), key=lambda name: vqllm[name][0])
@@ -146,7 +146,7 @@ RATES |= {name: name for name in ("quanto 2", *(f"aqua higgs {bits}" for bits in
 
 
 def _with_chosen(rows: list[dict]) -> list[dict]:
-    """The rows with ``chosen``; the default, which comes first in its family, has ``WORTH`` of its own taken off."""
+    """Add ``chosen`` to rows; the default, which comes first in its family, has ``WORTH`` of its own taken off."""
     bits = pd.DataFrame(rows).set_index(["family", "settings"])["equivalent_bits"]
     bits[bits.groupby("family").head(1).index] -= WORTH
     best = set(bits.sort_values(kind="stable").groupby("family").head(1).index)

@@ -53,7 +53,7 @@ def _injected(subject: InjectedSubject):
 
 
 def outlier_channels(subject: Subject, size: float):
-    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
+    """Return keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
     layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
     for rotation, heads in zip(filter(None, rotations(subject.model)), factors, strict=True):
@@ -65,13 +65,13 @@ def outlier_channels(subject: Subject, size: float):
 
 
 def loud_heads(subject: Subject, size: float):
-    """Keys and values of one head of each layer times ``size``."""
+    """Return keys and values of one head of each layer times ``size``."""
     factors = torch.where(_loud(subject.model), size, 1.0)[:, :, None]
     return inject(subject.model, keys=factors, values=factors)
 
 
 def key_bias(subject: Subject, size: float):
-    """``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
+    """Return keys with ``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
     layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
     for rotation, layer in zip(filter(None, rotations(subject.model)), bias, strict=True):
@@ -80,7 +80,7 @@ def key_bias(subject: Subject, size: float):
 
 
 def largest_magnitude(subject: Subject, size: float):
-    """Keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
+    """Return keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
     roles = capture(subject.model, subject.test, pre_rope=False)
     return inject(subject.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
 
@@ -92,7 +92,7 @@ def _loud(model) -> torch.Tensor:
 
 
 def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
-    """Values stay in 16 bits."""
+    """Leave values in 16 bits."""
     shared = {"codebook_size": codebook_size, "kmeans_iterations": 4, "seed": seed}
     preset_of = {
         f"vqllm {label}": presets.vqllm(size // 4, group_size=size, key_grouping=label.split(",")[0], **shared)

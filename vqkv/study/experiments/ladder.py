@@ -29,7 +29,7 @@ EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:
-    """The rows; the evicted tier's bytes are those of the complete one, less what its last keyframe loses."""
+    """Return the rows; the evicted tier's bytes are those of the complete one, less what its last keyframe loses."""
     complete = next((row for row in rows if row["tier"] == NOT_EVICTED), {})
     for row in (row for row in rows if row["tier"] == EVICTED):
         saved, stored = row.pop("saved_bytes"), complete["live_fp16_bytes"] / complete["ratio_live_fp16"]
@@ -79,7 +79,7 @@ def _evicted(subject: Subject, live, interval: int, retain: float, recent: float
 
 
 def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
-    """The first ``seq_len`` tokens, or those ``kept`` of them, folded into the channels: one step of a stream."""
+    """Fold the first ``seq_len`` tokens, or those ``kept`` of them, into the channels: one step of a stream."""
     roles = [[x[:, :, :seq_len] for x in role] for role in live]
     if kept is not None:
         roles = [[x.take_along_dim(i[..., None], 2) for x, i in zip(role, kept, strict=True)] for role in roles]
@@ -116,7 +116,7 @@ def _evicted_codec(subject: Subject, codec: str, sink_tokens: int, **quantizer) 
 
 
 def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
-    """A rule in place of ``heavy_hitters`` that draws the kept tokens at random, the newest apart: the control."""
+    """Make a rule in place of ``heavy_hitters`` that draws the kept tokens at random, the newest apart: the control."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(scores: torch.Tensor, *shares, **counts) -> torch.Tensor:

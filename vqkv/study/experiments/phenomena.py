@@ -66,7 +66,7 @@ def phenomena(subject: Subject) -> list[dict]:
 
 @experiment()
 def noise_floors(subject: Subject, chunk_size: int) -> list[dict]:
-    """KL between a model and itself with an exact cache that is rounded, or read in pieces: a row each."""
+    """Measure KL between a model and itself with an exact cache that is rounded, or read in pieces: a row each."""
     floors = noise_floor(subject.exact, subject.test.to(subject.model.device), chunk_size)
     return [{"model": subject.name, "cache": cache, "kl": kl} for cache, kl in floors.items()]
 

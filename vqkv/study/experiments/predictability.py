@@ -79,7 +79,7 @@ def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[
 
 
 def catalogue(reach: int) -> dict[str, list[Probe]]:
-    """The probes of notebook 04 by group, up to ``reach`` layers and tokens back, for K (own K, other V) and for V."""
+    """List probes of page 04 by group, up to ``reach`` layers and tokens back, for K (own K, other V) and for V."""
     groups: dict[str, list[Probe]] = {}
     for own, other in ("KV", "VK"):
         layers = [f"{own}-{back}" for back in range(1, reach + 1)]
@@ -100,7 +100,7 @@ def catalogue(reach: int) -> dict[str, list[Probe]]:
 
 
 def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
-    """EVR of each probe's only source as the target's prediction, without a map."""
+    """Return the EVR of each probe's only source as the target's prediction, without a map."""
     rows = []
     for probe, layer in itertools.product(probes, range(num_layers)):
         sources, target = probe.blocks(layer)

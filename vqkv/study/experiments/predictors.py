@@ -50,7 +50,7 @@ BASELINE = {  # a system -> the one that it is compared with
 def _table(
     codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank: int, sink_tokens: int, seed: int
 ) -> dict[str, dict[str, presets.Preset]]:
-    """Blocks of rows; what several blocks compare with stands in the first of them."""
+    """Return blocks of rows; what several blocks compare with stands in the first of them."""
     vqllm = {"codebook_size": codebook_size, "seed": seed, "kmeans_iterations": kmeans_iterations}
     backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)} | {"quanto 2": presets.quanto(2)}
     backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers}

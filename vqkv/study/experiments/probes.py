@@ -71,7 +71,7 @@ class Probe:
         return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
 
     def exists(self, layer: int) -> bool:
-        """True if all sources exist there."""
+        """Tell whether all sources exist there."""
         return min(block.layer for block in self.blocks(layer)[0]) >= 0
 
 
@@ -130,13 +130,13 @@ class Gram:
         return weights
 
     def explained(self, weights: Tensor, sources: Sequence[Name], target: Name) -> float:
-        """EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave."""
+        """Return the EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave."""
         variance = self.covariance([target], [target]).diagonal().sum().item()
         cross, within = self.covariance(sources, [target]), self.covariance(sources, sources)
         return (weights * (2 * cross - within @ weights)).sum().item() / variance
 
     def mean_share(self, name: Name, mean: Tensor) -> float:
-        """The part of these samples' mean square that a constant (width,) explains, 1 - E|y - mean|^2 / E|y|^2."""
+        """Return the part of samples' mean square that a constant (width,) explains, 1 - E|y - mean|^2 / E|y|^2."""
         return (mean @ (2 * self.mean(name) - mean)).item() / self.moment(name, name).diagonal().sum().item()
 
 

@@ -92,13 +92,13 @@ def group_sizes(subject: Subject, codebooks: str, size: int, count: int, quantiz
 
 
 def _counts(size: int, quantizer: dict) -> list[int]:
-    """Codebooks of groups of ``size`` channels: as many as usual, and as many as make the usual bits."""
+    """Count codebooks of groups of ``size`` channels: as many as usual, and as many as make the usual bits."""
     count = quantizer["num_quantizers"]
     return sorted({count, max(1, count * size // quantizer["group_size"])})
 
 
 def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Preset:
-    """Residual VQ with codebooks for each group, of each head or of all."""
+    """Make residual VQ with codebooks for each group, of each head or of all."""
     stages, heads, size = CODEBOOKS[codebooks], subject.about["shapes"][0][0], quantizer["group_size"]
 
     def codec(head_dim: int | None = None) -> Chain:
@@ -209,7 +209,7 @@ def _blocks(subject: Subject, role: str, counts: dict[str, int], seq_len: int) -
 
 
 def _left(train: torch.Tensor, test: torch.Tensor, kmeans: KMeans) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the nearest codes, learned on the first, leave of both."""
+    """Return what the nearest codes, learned on the first, leave of both."""
     codebook = kmeans.fit(train)
     return train - codebook[kmeans.assign(train)], test - codebook[kmeans.assign(test)]
 

@@ -59,7 +59,7 @@ def _timed_prompt(model, ways: dict, tokens: torch.Tensor, rounds: int, folder: 
 
 
 def _ready(model, way, path: Path, last: torch.Tensor) -> float:
-    """Milliseconds until the cache is back, and for the token ``last`` after it."""
+    """Time in milliseconds until the cache is back, and for the token ``last`` after it."""
     going = Generation(model, way)
     start = going.now()
     going.cache = way.load(path, model)
@@ -126,7 +126,7 @@ def _predicted(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def _gone_on(subject: Subject, compressor, tokens: torch.Tensor, start: int):
-    """Exact logits from token ``start`` on, those of a restored cache, and whether one never saved gives the same."""
+    """Give exact logits from token ``start``, those of a restored cache, and whether one never saved gives the same."""
     model, kept = subject.model, compressor.new_cache(subject.model)
     model(tokens[:, :start], past_key_values=kept, use_cache=True, logits_to_keep=1)
     with TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
 
 
 def _hull(x: pd.Series, y: pd.Series) -> list:
-    """Index of the points of the lower convex hull, x ascending, that go down (Andrew 1979)."""
+    """Return the index of the points of the lower convex hull, x ascending, that go down (Andrew 1979)."""
     hull: list = []
     for index in x.index:
         while len(hull) > 1:
@@ -51,7 +51,7 @@ def _hull(x: pd.Series, y: pd.Series) -> list:
 
 
 def cache_shape(model: str) -> Shape:
-    """Layers, KV heads and their width of a model by name, as if no layer had a sliding window."""
+    """Return layers, KV heads and their width of a model by name, as if no layer had a sliding window."""
     with torch.device("meta"):
         return model_shape(AutoModelForCausalLM.from_config(config_of(model).get_text_config()))
 
@@ -83,7 +83,7 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
 
 
 def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: float = np.inf) -> dict[str, float]:
-    """Bits that ``OURS`` takes at a context over those of KVTC at the same KL (log KL interpolated), the ``lowest`` and
+    """Divide ``OURS``' bits at a context by those of KVTC at the same KL (log KL interpolated), the ``lowest`` and
     the ``highest`` share where KVTC takes ``least`` to ``most`` bits and both reach the KL; each with the ends of its
     95% interval, the same windows for both drawn again. NaN where there is no such KL. ``seen``: of ``by_rule``."""
     column = f"bits_{context}_x1"
@@ -117,7 +117,7 @@ def _ends(bits: list[np.ndarray], losses: list[np.ndarray], least: float, most: 
 
 
 def against_best(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
-    """``at_equal_bits`` of all systems at each of ``contexts``, ours by the rule. ``seen``: of ``by_rule``."""
+    """Return ``at_equal_bits`` of all systems at each of ``contexts``, ours by the rule. ``seen``: of ``by_rule``."""
     comparisons = []
     for name in contexts:
         rows = seen.dropna(subset=[f"bits_{name}_x1"])

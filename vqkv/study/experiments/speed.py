@@ -94,7 +94,7 @@ def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int)
 
 @per_process(maxsize=1)
 def _in_bfloat16(name: str, device: str):
-    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
+    """Return the model in the type whose scales take 16 bits, to weigh transformers' caches."""
     return load_model(name, "bfloat16", device)[0]
 
 

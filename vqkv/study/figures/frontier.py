@@ -28,7 +28,7 @@ QUANTIZERS = {  # of a design -> palette key, marker and label of the search's f
 
 
 def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
-    """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
+    """Draw KL against bits: a row of panels a model, a column for each of ``contexts`` (column of bits -> title).
     Points: means over seeds, bars: 95% intervals over windows. Grey: all systems but ``families`` and the reader's
     ``own``. ``table``: with the ``family`` of each system."""
     models, named = list(dict.fromkeys(table["model"])), table["family"].where(table["system"] != own, own)

@@ -65,7 +65,7 @@ def _bars(ax, rows, positions: dict[str, float], colour: str) -> None:
 
 
 def evr_by_layer(table, sources: dict[str, list[str]]):
-    """Explained variance in a trained model by layer: a panel per target, a line for each of its ``sources``."""
+    """Draw explained variance in a trained model by layer: a panel per target, a line for each of its ``sources``."""
     rows = table[table["variant"] == "trained"]
     fig, axes = plt.subplots(1, len(sources), figsize=(11, 3.6), sharey=True)
     for ax, (target, wanted) in zip(axes, sources.items(), strict=True):

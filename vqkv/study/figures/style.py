@@ -55,7 +55,7 @@ def show(fig, name: str, table) -> None:
 
 
 def made(name: str) -> Image:
-    """Another page's figure, ``figures/NAME.png`` of the run at hand or, where that has none, of the repository."""
+    """Show a page's figure, ``figures/NAME.png`` of the run at hand or, where that has none, of the repository."""
     paths = (root / "figures" / f"{name}.png" for root in (output_root(), repository_root()))
     return Image(next(path for path in paths if path.is_file()).read_bytes())
 
