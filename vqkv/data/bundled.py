@@ -99,9 +99,8 @@ def _prose_files() -> list[Document]:
 def _files(root: Path) -> list[tuple[str, ...]]:
     """List files below a folder, each as the parts of its path from there, in their order; rglob takes three times as
     long."""
-    below = len(Path(root).parts)
-    walk = os.walk(root)
-    return sorted((*Path(folder).parts[below:], name) for folder, _, names in walk for name in names)
+    below = len(root.parts)
+    return sorted((*Path(folder).parts[below:], name) for folder, _, names in os.walk(root) for name in names)
 
 
 CORPORA: dict[str, Callable[[], list[Document]]] = {

@@ -16,7 +16,7 @@ from vqkv.study.tables import repository_root, write_atomically
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
 REPOSITORY_LINK = re.compile(r"\[([^]]*)\]\(\.\./[^)]*\)")
-WITHOUT = dict.fromkeys(("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True)
+EXCLUDED = dict.fromkeys(("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True)
 ABOUT = """# vqkv: the study's pages
 
 Ways to store a KV cache, on one harness, under one byte meter. Every page asks one question; its tables and figures
@@ -27,7 +27,7 @@ def report(out: Path = Path("report"), notebooks: Path | None = None) -> list[Pa
     """Render every notebook of a folder (by default the repository's) into the folder ``out``; returns the files."""
     pages = {path.stem: _page(path) for path in all_notebooks(notebooks or repository_root() / "notebooks")}
     exporter = HTMLExporter(
-        template_name="basic", template_file="page.html.j2", extra_template_paths=[str(TEMPLATES)], **WITHOUT
+        template_name="basic", template_file="page.html.j2", extra_template_paths=[str(TEMPLATES)], **EXCLUDED
     )
     files = []
     links = "\n".join(f"- [{page.metadata['title']}]({name}.html)" for name, page in pages.items())
