@@ -33,7 +33,7 @@ def test_every_operation_has_its_implementations(operation):
     for name in dispatch.NAMES:
         with kernels.using(name):
             runs = "cpu" if name == "triton" and operation not in dispatch.TRITON else name
-            assert kernels.which(operation, x) == runs and callable(dispatch._find(operation, x))
+            assert kernels.which(operation, x) == runs and hasattr(dispatch._module(operation, runs), operation)
 
 
 def test_what_the_kernels_decline_goes_to_the_cpu_path():
@@ -45,8 +45,8 @@ def test_what_the_kernels_decline_goes_to_the_cpu_path():
         served = [kernels.which("rvq_encode", *case[:1], *case) for case in cases]
         assert served == ["triton", "cpu", "cpu"]
         assert torch.equal(kernels.rvq_encode(x, books, beam=2), cpu.rvq_encode(x, books, 2))
-        assert kernels.which("decode_attention", query, query, packed, packed) == "triton"
-        assert kernels.which("decode_attention", query, query, packed, packed, partial) == "cpu"
+        assert kernels.which("decode_attention", query, query, packed, packed, 1.0) == "triton"
+        assert kernels.which("decode_attention", query, query, packed, packed, 1.0, partial) == "cpu"
         out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)
     torch.testing.assert_close(out, naive.decode_attention(query, packed, packed, 0.1, partial)[0])
 

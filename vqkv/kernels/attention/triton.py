@@ -33,7 +33,9 @@ def decode_attention(
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def can_decode_attention(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
+def can_decode_attention(
+    query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
+) -> bool:
     """Tell whether a kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
     if rows > MAX_ROWS or not keys.shape[2] or keys.shape[3] != values.shape[3]:

@@ -9,7 +9,7 @@ MASK = (1 << 16) - 1
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """See ``dispatch.rans_encode``."""
+    """Code integers (streams, channels, tokens) of 24 bits: all streams' words, int16, and how many each has, int64."""
     starts = first_states(values.int().mT).tolist()
     streams = [_written(list(_draws(x.tolist(), code)), start) for x, start in zip(values, starts)]
     words = [word - (word >> 15 << 16) for stream in streams for word in stream]
@@ -17,7 +17,7 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
-    """See ``dispatch.rans_decode``."""
+    """Undo it: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
     out = torch.zeros(len(lengths), tokens, len(code.channels), dtype=torch.int32)
     ends = torch.zeros(len(lengths), dtype=torch.int32)
     for i, stream in enumerate(words.split(lengths.tolist())):

@@ -8,7 +8,8 @@ from vqkv.kernels.view import Affine, Coded, Grouped, KernelView
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """Round each group's ends to fp16 and x (batch, num_kv_heads, seq_len, head_dim) to codes between them."""
+    """Round each group's ends to fp16 and x (batch, num_kv_heads, seq_len, head_dim) to codes of 2, 4 or 8 bits between
+    them."""
     groups = x.float().unflatten(-1, (-1, group_size))
     low, high = (end.clamp(-65504, 65504).half() for end in torch.aminmax(groups, dim=-1))
     start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
@@ -18,7 +19,8 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
 
 
 def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
-    """Find each group's nearest vector, see ``dispatch``."""
+    """Find each group's nearest vector in fp32, in the tables of ``like``: uint8 codes (batch, num_kv_heads, rows,
+    groups) of components x (batch, num_kv_heads, rows, components)."""
     y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
     codes = torch.empty(*x.shape[:3], like.layout.shape[2], dtype=torch.uint8, device=x.device)
     for h in range(x.shape[1]):

@@ -41,12 +41,13 @@ def nearest(residual: Tensor, codebook: Tensor) -> Tensor:
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
-    """Sum of the chosen codes: codes (..., num_quantizers) -> float64 (..., dim)."""
+    """Sum the vectors of codes (..., num_quantizers): float32 (..., dim), here float64."""
     return sum(codebook[codes[..., k]] for k, codebook in enumerate(codebooks.double()))
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``dispatch.rvq_statistics``: what moving averages need."""
+    """Count how often each stage chose each code for x (rows, dim), codes (rows, num_quantizers), and sum the residuals
+    for which it did: float64 (num_quantizers, codebook_size) and (num_quantizers, codebook_size, dim)."""
     residual, counts, sums = x.double(), [], []
     for codebook, chosen in zip(codebooks.double(), codes.long().unbind(-1), strict=True):
         counts.append(torch.bincount(chosen, minlength=len(codebook)).double())

@@ -165,7 +165,7 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> Problem:
     problem, scaling = Problem(ATTENTION, name, where, work, "float16"), query.shape[-1] ** -0.5
     expected, _ = reference.decode_attention(query, keys, values, scaling, rope)
     run = partial(kernels.decode_attention, query, keys, values, scaling, rope)
-    problem.add(ours(ATTENTION, query, query, keys, values, rope), run, expected, itemgetter(0))
+    problem.add(ours(ATTENTION, query, query, keys, values, 1.0, rope), run, expected, itemgetter(0))
     problem.add(DECODED, partial(decoded, query, keys, values, rope), expected)
     return problem
 
