@@ -2,12 +2,14 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from vqkv import FormatError
 from vqkv.cli import app
+from vqkv.study.chat import chat
 
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
 
@@ -42,9 +44,10 @@ def test_bad_input_ends_with_its_message(arguments, message, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_chat_answers_until_an_empty_line():
+def test_chat_answers_until_an_empty_line_and_reads_in_place(monkeypatch):
+    monkeypatch.setattr("vqkv.study.chat.chat", talked := Mock(side_effect=chat))
     out = run("chat", "vqkv/gpt2-mini", "--preset", "none", "--max-new-tokens", "4", input="def main\n\n")
-    assert "uncompressed in 16 bits" in out
+    assert "uncompressed in 16 bits" in out and talked.call_args.args[0].config._attn_implementation == "vqkv_packed"
 
 
 def test_debug_shows_where_an_error_was_raised(tmp_path):

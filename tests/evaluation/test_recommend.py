@@ -224,7 +224,7 @@ def test_bytes_are_those_of_a_cache_that_is_filled():
     row = recommend(model, context=300).set_index("system").loc["higgs 3"]
     report = cache.report()
     assert round(row["cache_gb"] * 1e9) == report.cache_bytes + report.side_bytes
-    assert row["bits_all_told"] == pytest.approx(8e9 * row["cache_gb"] / (300 * 2 * 6 * 128))
+    assert row["bits_with_side"] == pytest.approx(8e9 * row["cache_gb"] / (300 * 2 * 6 * 128))
 
 
 SMOLLM2 = {
@@ -251,7 +251,7 @@ def test_presets_that_cannot_store_a_shape_have_no_row():
 
 
 def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
-    assert table["bits_all_told"].is_monotonic_increasing and table.loc[BASELINE, "bits_all_told"] == 16
+    assert table["bits_with_side"].is_monotonic_increasing and table.loc[BASELINE, "bits_with_side"] == 16
     fits = table["longest"] >= 32768
     assert not table.loc[~fits, "recommended"].any()
     losses = table.loc[fits, "kl"].tolist()
@@ -260,7 +260,7 @@ def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
     quick = recommend(LLAMA, context=32768, ms_per_token=3000).set_index("system")
     assert (quick.loc[quick["recommended"], "ms_per_token"] <= 3000).all() and quick.loc["live 3.25", "recommended"]
     short = recommend(LLAMA, context=36).set_index("system")  # of equal bytes the exact one: nothing is packed yet
-    assert short.loc["quanto 4", "bits_all_told"] == 16 and not short.loc["quanto 4", "recommended"]
+    assert short.loc["quanto 4", "bits_with_side"] == 16 and not short.loc["quanto 4", "recommended"]
     assert short.loc[BASELINE, "recommended"]
 
 

@@ -22,12 +22,16 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "SYSTEMS", {name: module.SYSTEMS[name] for name in ("int4", "HIGGS 3")})
 
 
-def test_table_page_and_what_recommend_then_says(small, tmp_path):
-    """The notebook is run where a folder of the package's name hides nothing."""
+def test_table_page_and_what_recommend_then_says(small, tmp_path, monkeypatch):
+    """The notebook is run where a folder of the package's name hides nothing. Time is that of reading in place."""
+    timed, attended = module.timed_run, set()
+    record = lambda going, *about, **more: attended.add(going[""].model.config._attn_implementation)  # noqa: E731
+    monkeypatch.setattr(module, "timed_run", lambda *about, **more: record(*about, **more) or timed(*about, **more))
     (tmp_path / "vqkv").mkdir()
     table, said = compare("vqkv/llama-mini", "python", say=(lines := []).append), "\n".join(lines)
     assert list(table["system"]) == ["int4", "HIGGS 3"] and table.notna().all(axis=None) and "about" in said
-    assert (table["bits_with_side"] > table["bits"]).all() and (table["kl_low"] <= table["kl"]).all()
+    assert attended == {"vqkv_packed"} and (table["bits_with_side"] > table["bits"]).all()
+    assert (table["kl_low"] <= table["kl"]).all()
     page = (tmp_path / "compare-llama-mini/compare.html").read_text()
     assert "presets.quanto(bits=4)" in page and "vqkv/llama-mini" in page
     own = recommend("vqkv/llama-mini", 4096).set_index("system")

@@ -128,15 +128,15 @@ def recommend(
 
     ``model_or_config``: as ``capacity`` takes it.
 
-    ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
+    ``bits_with_side``: bits a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
     with the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
     08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
     of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
     ``measured_on``: the model itself where ``vqkv compare`` has measured it.
-    ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_all_told`` and no
-    more KL; of the rows that ``vqkv compare`` has measured, if there are any. Presets that cannot store the model's
+    ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_with_side`` and
+    no more KL; of the rows that ``vqkv compare`` has measured, if there are any. Presets that cannot store the model's
     shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, and a name that cannot be reached.
@@ -146,7 +146,7 @@ def recommend(
     tokens, rows = context * batch_size, []
     for system, call, needed, measured in candidates(architecture(model_or_config), tokens):
         stored = needed.cache_bytes(context, batch_size) + needed.side_information
-        row = {"system": system, "preset": call, "bits_all_told": 8 * stored / (tokens * needed.values)}
+        row = {"system": system, "preset": call, "bits_with_side": 8 * stored / (tokens * needed.values)}
         row |= {"bits_per_value": needed.bits_per_value, "cache_gb": stored / GB}
         row |= {"side_mb": needed.side_information / 1e6, "break_even": break_even(needed)}
         if memory_gb is not None:
@@ -156,7 +156,7 @@ def recommend(
     table = pd.DataFrame(rows).assign(measured_on=MEASURED_ON)
     if isinstance(model_or_config, str) and compared(model_or_config).is_file():
         table = _with_own(table, model_or_config)
-    table = table.sort_values(["bits_all_told", "kl"], ignore_index=True)
+    table = table.sort_values(["bits_with_side", "kl"], ignore_index=True)
     fits = table["kl"].notna() if memory_gb is None else table["longest"] >= context
     if (own := table["measured_on"] != MEASURED_ON).any():  # losses of two models do not compare
         fits &= own

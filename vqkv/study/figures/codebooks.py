@@ -22,7 +22,7 @@ def magnitudes_by_layer(table, published: dict[str, float]):
     for style, (model, median) in zip(("--", ":"), published.items(), strict=True):
         left.axhline(median, color=PALETTE["published"], linestyle=style, label=f"{model}'s median head (published)")
     right.axhline(1, color=PALETTE["bound"], linewidth=1)
-    left.set(xlabel="layer", ylabel="largest |value| of a head", yscale="log")
+    left.set(xlabel="layer", ylabel="largest |value| of a head (no unit)", yscale="log")
     right.set(xlabel="layer", ylabel="loudest channel / median channel\n(mean |value|)", yscale="log")
     for ax in (left, right):
         plain_numbers(ax.yaxis)
@@ -77,7 +77,7 @@ FILLS = ("full", "none", "left")  # of the markers of the calibrations
 
 def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
     """Draw what each other calibration (marker) does to each system (row): times of KL with the paired 95% interval,
-    and stored bits more. ``against``: of ``experiments.against_own``; ``names``: short ones of systems."""
+    and marginal bits more. ``against``: of ``experiments.against_own``; ``names``: short ones of systems."""
     systems, kinds = list(dict.fromkeys(against["system"])), ["train_corpus", "train_seqs", "test_corpus"]
     fig, (times, bits) = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(systems)), sharey=True, width_ratios=[2, 1])
     calibrations = against.groupby(kinds, sort=False)
@@ -89,7 +89,7 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
     for ax, nothing in ((times, 1), (bits, 0)):
         ax.axvline(nothing, color=PALETTE["bound"], linewidth=1)
     times.set(xlabel="times the KL of its own calibration")
-    bits.set(xlabel="stored bits more")
+    bits.set(xlabel="marginal bits more a value")
     times.set_yticks(range(len(systems)), [names.get(system, system) for system in systems])
     times.invert_yaxis()
     fig.legend(loc="outside lower center", ncols=3)
@@ -101,7 +101,7 @@ def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: flo
     for row in rows.itertuples():
         position, style = systems.index(row.system) + below, look(row.system)
         if pd.isna(row.ratio):
-            times.text(1, position, "  refuses", color=style["color"], va="center", fontsize=9)
+            times.text(1, position, "  raises an error", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
         error = whiskers(row.ratio, row.low, row.high)
@@ -142,8 +142,8 @@ def group_size_lines(table, num_quantizers: int):
     bits = rows["bits_per_value"].mode()[0]
     usual = rows[rows["num_quantizers"] == num_quantizers]
     for colour, mine, label in (
-        ("contiguous", usual, f"{num_quantizers} codebooks (numbers: bits per value)"),
-        ("bound", rows[rows["bits_per_value"] == bits], f"{bits:g} bits per value (codebooks in proportion)"),
+        ("contiguous", usual, f"{num_quantizers} stages (numbers: marginal bits)"),
+        ("bound", rows[rows["bits_per_value"] == bits], f"{bits:g} marginal bits (stages in proportion)"),
     ):
         look: dict[str, Any] = {"fmt": "o-", "color": PALETTE[colour], "label": label, "capsize": 3}
         ax.errorbar(mine["group_size"], mine["kl_mean"], interval(mine), **look)
@@ -173,13 +173,13 @@ def distance_to_bound(table):
         ax.plot(curve.index, gap, style, color=colours[size], label=f"{size} codes, beam {beam}")
     ax.axhline(0, color=PALETTE["bound"], linewidth=1)
     ax.text(0.02, 0.05, "Shannon's bound", transform=ax.get_yaxis_transform(), va="bottom", fontsize=9)
-    ax.set(xlabel="bits per value", ylabel="error above the bound (dB)", ylim=(0, None))
+    ax.set(xlabel="marginal bits a value", ylabel="error above the bound (dB)", ylim=(0, None))
     ax.legend(ncols=2)
     return fig
 
 
 def depth_curves(table, metrics: dict[str, str]):
-    """Draw each metric (column -> axis label) that the table has against stored bits, a line per codebook size."""
+    """Draw each metric (column -> axis label) that the table has against marginal bits, a line per codebook size."""
     metrics = {column: label for column, label in metrics.items() if column in table}
     fig, axes = plt.subplots(1, len(metrics), figsize=(11, 3.9), squeeze=False)
     colours = _size_colours(table)
@@ -188,7 +188,7 @@ def depth_curves(table, metrics: dict[str, str]):
             rows = rows.sort_values("bits_per_value")
             look = {"fmt": "o-", "color": colours[size], "label": f"{size:,} codes", "capsize": 2}
             ax.errorbar(rows["bits_per_value"], rows[column], interval(rows, column), **look)
-        ax.set(xlabel="stored bits per value", ylabel=axis_label, yscale="linear" if "lost" in column else "log")
+        ax.set(xlabel="marginal bits a value", ylabel=axis_label, yscale="linear" if "lost" in column else "log")
     axes[0, -1].legend(fontsize=9)
     return fig
 

@@ -78,19 +78,16 @@ def in_place(times, losses):
         axes[2].errorbar(row["kl_mean"], position, xerr=interval(row), capsize=3, **style)
     axes[1].axvline(0, color=PALETTE["fp16"], linestyle=":", linewidth=1)
     axes[0].set(xlabel="bits a value at 8,192 tokens")
-    axes[1].set(xlabel=f"ms added, {ends[0]:,} (hollow) or {ends[-1]:,} tokens")
+    axes[1].set(xlabel=f"ms added a token, after\n{ends[0]:,} (hollow) or {ends[-1]:,} tokens")
     axes[2].set(xlabel="KL (nats)", xlim=(0, None))
+    axes[2].locator_params(axis="x", nbins=4)
     axes[0].set_yticks(range(len(systems)), [IN_PLACE[system] for system in systems])
     axes[0].invert_yaxis()
     return fig
 
 
-IN_PLACE = {
-    "transformers quanto 4": "transformers' int4",
-    "quanto 4": "our int4",
-    "live 3.25": "live 3.25",
-    "live 2.25": "live 2.25",
-}
+IN_PLACE = {"transformers quanto 4": "transformers' int4", "quanto 4": "our int4"}
+IN_PLACE |= {name: name for name in ("live 3.25", "live 2.25")}
 
 
 IN_TABLES = ("best-long", "cachegen", "lossless")  # more than six lines are hard to distinguish

@@ -41,7 +41,7 @@ def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
             _systems(ax, mine, bits, "kl_mean", families, own)
             ax.set(yscale="log", title=title if len(models) == 1 else f"{basename(model)}: {title}")
             mark_floor(ax, mine)
-        row[0].set_ylabel("KL to the exact cache (nats)")
+        row[0].set_ylabel("KL to the uncompressed cache (nats)")
     return _finished(fig, axes)
 
 
@@ -50,7 +50,7 @@ def overview(table, bits: str, families=FAMILIES):
     fig, axes = plt.subplots(1, 2, figsize=(11.2, 4), sharex=True, squeeze=False)
     left, right = axes[0]
     _systems(left, table, bits, "kl_mean", families)
-    left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=model_of(table))
+    left.set(yscale="log", ylabel="KL to the uncompressed cache (nats)", title=model_of(table))
     mark_floor(left, table)
     _systems(right, table, bits, "facts_lost", families)
     right.set_yscale("symlog", linthresh=2)

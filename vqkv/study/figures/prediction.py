@@ -83,7 +83,7 @@ BIT_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):
-    """Draw the mean EVR of values by the precision of their sources; right axis: bits that the prediction saves."""
+    """Draw the mean EVR of values by the precision of their sources; right axis: its worth in bits."""
     inputs = list(dict.fromkeys(table["inputs"]))
     fig, ax = plt.subplots(figsize=(10.5, 4))
     for sources, (colour, marker) in QUANTISED.items():
@@ -96,7 +96,7 @@ def quantised_inputs(table):
     ax.legend(title="predicted from")
     right = ax.secondary_yaxis("right")
     right.set_yticks([1 - 4.0**-bits for bits in BIT_TICKS], [f"{bits:g}" for bits in BIT_TICKS])
-    right.set_ylabel("bits saved per value")
+    right.set_ylabel("1/2 log2 1/(1 - EVR), bits a value")
     return fig
 
 
@@ -127,14 +127,14 @@ KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", 
 
 
 def predicted_plane(table):
-    """Draw KL against stored bits: every quantizer alone (hollow) and with linear predictors (filled)."""
+    """Draw KL against marginal bits: every quantizer alone (hollow) and with linear predictors (filled)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     mine = table[table["block"] == "backbone"].sort_values("bits_per_value")
     for family, name in FAMILIES.items():
         for predicted, curve in mine[mine["label"].str.contains(family)].groupby("predicted"):
             style = look(family) | ({"ls": "-", "label": name} if predicted else {"ls": ":", "mfc": "white"})
             ax.errorbar(curve["bits_per_value"], curve["kl_mean"], interval(curve), **style)
-    ax.set(title=model_of(mine), xlabel="stored bits per value (side information apart)", yscale="log")
+    ax.set(title=model_of(mine), xlabel="marginal bits a value", yscale="log")
     mark_floor(ax, mine)
     ax.set_ylabel("KL (nats)")
     for face, line, label in (("white", ":", "alone"), (PALETTE["published"], "-", "with predictors")):
