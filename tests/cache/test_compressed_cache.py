@@ -120,9 +120,7 @@ def test_the_same_codes_are_stored_in_any_pieces(llama, name):
     check()
 
 
-@pytest.mark.parametrize(
-    "preset", [presets.kivi(4, 8, recent_window=16), presets.vqllm(**SMALL)], ids=lambda preset: preset.name
-)
+@pytest.mark.parametrize("preset", [presets.kivi(4, 8, recent_window=16), presets.vqllm(**SMALL)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_no_codec_stores_is_refused_as_it_comes(preset, dtype, tmp_path):
     """Not once it leaves the window; by layer and role, also in the last layer's values, which no later layer misses.
@@ -150,9 +148,7 @@ def test_what_no_codec_stores_is_refused_as_it_comes(preset, dtype, tmp_path):
         assert torch.equal(run(model, cache, TOKENS[:1], (28, 20)), expected)
 
 
-@pytest.mark.parametrize(
-    "preset", [presets.quanto(4, 32), presets.kivi(4, 8, recent_window=4)], ids=lambda preset: preset.name
-)
+@pytest.mark.parametrize("preset", [presets.quanto(4, 32), presets.kivi(4, 8, recent_window=4)], ids=["quanto", "kivi"])
 @pytest.mark.parametrize("name", sorted(small_models.SLIDING))
 def test_sliding_windows_drop_what_no_query_sees(name, preset, tmp_path):
     """The text is read as if all had been kept, and what is counted is what transformers' own cache holds."""

@@ -128,9 +128,8 @@ def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
 def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
     kivi.new_cache(llama).save(tmp_path / "cache")
     other = calibrate(llama, TOKENS, EVERY["higgs"], progress=False)
-    with pytest.raises(
-        FormatError, match=r"saved with compressor 'kivi' with fingerprint \w{64}, not 'higgs' with fingerprint \w{64}:"
-    ):
+    message = r"saved with compressor 'kivi' with fingerprint \w{64}, not 'higgs' with fingerprint \w{64}:"
+    with pytest.raises(FormatError, match=message):
         CompressedCache.load(tmp_path / "cache", other, llama)
     changes = {
         "dtype float32, not .* with dtype bfloat16": llama.config._name_or_path,

@@ -152,9 +152,8 @@ def test_every_cross_that_exists_generates(llama, arguments):
 
 @pytest.mark.parametrize("quantizer", ["uniform", "trellis"])
 def test_one_rotation_for_all_layers_keeps_its_bits_at_any_rank(llama, quantizer, tmp_path):
-    full, half = (
-        made(llama, quantizer=quantizer, rotation="fisher_pca", bits=1.5, joint=True, rank=rank) for rank in (0, 96)
-    )
+    shared = {"quantizer": quantizer, "rotation": "fisher_pca", "bits": 1.5, "joint": True}
+    full, half = (made(llama, rank=rank, **shared) for rank in (0, 96))
     assert full.codecs[0][0].stages[2].matrix.shape == (1, 192, 192) and half.side_bytes < 0.7 * full.side_bytes
     taken = []
     for compressor in (full, half):
