@@ -149,6 +149,9 @@ def recommend(
     shown = table[table["recommended"]].drop(columns="recommended")
     shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
     typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
+    typer.echo(
+        "Shown is what no other beats in bits and KL; facts_lost, in points of 100, does not count, so look at it."
+    )
     typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours.")
 
 
