@@ -2,6 +2,7 @@
 ones: affine codes, packing, threads; attention to packed tokens."""
 
 import multiprocessing
+import pickle
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ from vqkv.presets import Preset
 
 @pytest.mark.parametrize("operation", dispatch.OPERATIONS)
 def test_every_operation_has_its_implementations(operation):
-    x = torch.zeros(1)
-    assert kernels.which(operation, x) == "cpu"
+    door, x = getattr(kernels, operation), torch.zeros(1)
+    assert kernels.which(operation, x) == "cpu" and pickle.loads(pickle.dumps(door)) is door
     for name in dispatch.NAMES:
         with kernels.using(name):
             runs = "cpu" if name == "triton" and operation not in dispatch.TRITON else name
@@ -44,7 +45,7 @@ def test_what_the_kernels_decline_goes_to_the_cpu_path():
         cases = (x, books), (x, books, 2), (x, books.repeat(1, 1, 65))
         served = [kernels.which("rvq_encode", *case[:1], *case) for case in cases]
         assert served == ["triton", "cpu", "cpu"]
-        assert torch.equal(kernels.rvq_encode(x, books, beam=2), cpu.rvq_encode(x, books, 2))
+        assert torch.equal(kernels.rvq_encode(x=x, codebooks=books, beam=2), cpu.rvq_encode(x, books, 2))
         assert kernels.which("decode_attention", query, query, packed, packed, 1.0) == "triton"
         assert kernels.which("decode_attention", query, query, packed, packed, 1.0, partial) == "cpu"
         out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)

@@ -92,7 +92,7 @@ def _prose_files() -> list[Document]:
     return [  # by the package that a file belongs to, without its version
         Document(parts[0].split("-")[0].lower(), root.joinpath(*parts))
         for parts in _files(root)
-        if PROSE_FILES.fullmatch(parts[-1]) and not parts[-1].endswith(".py")
+        if PROSE_FILES.fullmatch(parts[-1]) and not parts[-1].endswith(".py") and root.joinpath(*parts).is_file()
     ]
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,14 +44,15 @@ def using(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def which(operation: str, x: Tensor, *arguments, **more) -> str:
-    """Name the implementation that serves ``operation`` for tensors where ``x`` is, and for these arguments."""
+def which(operation: str, x: Tensor, /, *arguments, **more) -> str:
+    """Name the implementation that serves ``operation`` for tensors where ``x`` is, and for these arguments: all that
+    the operation takes, or none."""
     on_gpu = x.is_cuda and has_triton() and not torch.compiler.is_compiling()
     name = _forced[-1] if _forced else "triton" if on_gpu else "cpu"
     if name != "triton" or operation not in TRITON:
         return "cpu" if name == "triton" else name
     can_serve = getattr(_module(operation, name), f"can_{operation}", None)
-    return name if can_serve is None or not arguments or can_serve(*arguments, **more) else "cpu"
+    return name if can_serve is None or not (arguments or more) or can_serve(*arguments, **more) else "cpu"
 
 
 @cache
@@ -69,14 +71,15 @@ def _module(operation: str, name: str) -> ModuleType:
 
 def _dispatched(naive_function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return a function that calls the implementation that ``which`` names."""
-    operation = naive_function.__name__
+    operation, first = naive_function.__name__, next(iter(signature(naive_function).parameters))
 
     @wraps(naive_function)
     def serve(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
-        first: Any = arguments[0]
-        x = first if isinstance(first, Tensor) else first.codes
+        given: Any = arguments[0] if arguments else more[first]
+        x = given if isinstance(given, Tensor) else given.codes
         return getattr(_module(operation, which(operation, x, *arguments, **more)), operation)(*arguments, **more)
 
+    serve.__module__ = __name__  # where pickle finds it
     return serve
 
 

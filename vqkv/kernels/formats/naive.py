@@ -8,7 +8,7 @@ from vqkv.kernels.view import Affine, Coded, Grouped, KernelView
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """Round each group's ends to fp16 and x (batch, num_kv_heads, seq_len, head_dim) to codes of 2, 4 or 8 bits between
+    """Round each group's ends to fp16 and x (batch, num_kv_heads, seq_len, head_dim) to codes of 1 to 8 bits between
     them."""
     groups = x.float().unflatten(-1, (-1, group_size))
     low, high = (end.clamp(-65504, 65504).half() for end in torch.aminmax(groups, dim=-1))

@@ -14,8 +14,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Undo ``pack_codes``: uint8 (..., ceil(count * bits / 8)) -> codes (..., count) in some integer type, here
-    int64; for 8 bits perhaps ``packed`` itself."""
+    """Undo ``pack_codes``: uint8 (..., ceil(count * bits / 8)) -> codes (..., count) in some integer type,
+    naive int64; for 8 bits perhaps ``packed`` itself."""
     string = (packed.to(torch.int32).unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1).flatten(-2)
     codes = string[..., : count * bits].unflatten(-1, (count, bits))
     return (codes << torch.arange(bits, device=packed.device)).sum(dim=-1)

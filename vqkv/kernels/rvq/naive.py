@@ -8,9 +8,9 @@ CHUNK_ELEMENTS = 1 << 20  # differences held at a time, so that memory stays bou
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     """Nearest code, subtract, repeat; of equally near codes the lowest. x (..., dim) and codebooks (num_quantizers,
-    codebook_size, dim), any float dtype -> codes (..., num_quantizers). With ``beam`` > 1, so many sequences of codes
-    with the smallest squared residuals are kept from stage to stage and extended by every code. Of equally good
-    extensions, the one of the better sequence, then the lower code, comes first."""
+    codebook_size, dim), any float dtype -> int64 codes (..., num_quantizers). With ``beam`` > 1, so many sequences of
+    codes with the smallest squared residuals are kept from stage to stage and extended by every code. Of equally good
+    extensions the naive search takes that of the better sequence, then the lower code."""
     if beam > 1:
         rows = [_beam_search(row, codebooks.double(), beam) for row in x.reshape(-1, x.shape[-1]).double()]
         return torch.stack(rows).view(*x.shape[:-1], len(codebooks))
@@ -41,7 +41,7 @@ def nearest(residual: Tensor, codebook: Tensor) -> Tensor:
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
-    """Sum the vectors of codes (..., num_quantizers): float32 (..., dim), here float64."""
+    """Sum the vectors of codes (..., num_quantizers): float32 (..., dim), naive float64."""
     return sum(codebook[codes[..., k]] for k, codebook in enumerate(codebooks.double()))
 
 
