@@ -83,7 +83,7 @@ def chat(
     fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
     if fitted is None and preset != "none":
         fitted = _fitted(loaded, tokenizer, preset, parameter, corpus, 512, 16)
-    if loaded.config._attn_implementation == "sdpa":  # which reads what is not packed then, too
+    if loaded.config._attn_implementation == "sdpa":  # to which vqkv_packed hands all that is not packed
         loaded.set_attn_implementation("vqkv_packed")
     talk(loaded, tokenizer, fitted, max_new_tokens=max_new_tokens, write=typer.echo)
 

@@ -215,11 +215,9 @@ def test_layers_stored_together_are_read_one_after_the_other():
         for prediction in own:
             yield prediction(reconstructions, first)
 
-    error, most = peak(
-        lambda: max((got - want).abs().max().item() for got, want in zip(read(), decoded.split(HEADS, 1), strict=True))
-    )
-    assert error < 1e-5
-    assert most < 1.75 * decoded.nbytes
+    wanted = decoded.split(HEADS, 1)
+    error, most = peak(lambda: max((a - b).abs().max().item() for a, b in zip(read(), wanted, strict=True)))
+    assert error < 1e-5 and most < 1.75 * decoded.nbytes
 
 
 GROUPS = [  # channels, group_size -> the affine presets' groups, and HIGGS's

@@ -129,9 +129,8 @@ def test_where_fp32_is_exact_codes_are_as_good_as_the_reference_s(
 def test_gaussian_vectors_get_the_codes_of_the_reference(dim, num_quantizers, codebook_size, rows):
     """What the kernel's docstring promises, over chunk borders (512 rows at beam 4)."""
     x = gaussian(rows, dim, seed=3)
-    codebooks = (
-        gaussian(num_quantizers, codebook_size, dim, seed=4) * 0.8 ** torch.arange(num_quantizers)[:, None, None]
-    )
+    sizes = 0.8 ** torch.arange(num_quantizers)[:, None, None]
+    codebooks = gaussian(num_quantizers, codebook_size, dim, seed=4) * sizes
     expected, codes = naive.rvq_encode(x, codebooks, 4), cpu.rvq_encode(x, codebooks, 4)
     assert (codes == expected).all(dim=-1).double().mean() >= 0.999
     exact, fast = errors(x, expected, codebooks).mean(), errors(x, codes, codebooks).mean()

@@ -2,7 +2,6 @@
 ones: affine codes, packing, threads; attention to packed tokens."""
 
 import multiprocessing
-import pickle
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from vqkv.presets import Preset
 @pytest.mark.parametrize("operation", dispatch.OPERATIONS)
 def test_every_operation_has_its_implementations(operation):
     door, x = getattr(kernels, operation), torch.zeros(1)
-    assert kernels.which(operation, x) == "cpu" and pickle.loads(pickle.dumps(door)) is door
+    assert kernels.which(operation, x) == "cpu" and door.__module__ == dispatch.__name__  # for pickle
     for name in dispatch.NAMES:
         with kernels.using(name):
             runs = "cpu" if name == "triton" and operation not in dispatch.TRITON else name

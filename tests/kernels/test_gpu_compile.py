@@ -129,9 +129,8 @@ def compiled(source: ASTSource, options: dict, arch: int) -> dict:
 
 def test_machine_code_spills_nothing():
     """Of every launch on Hopper; on Ampere of each kernel's that shares most memory."""
-    done = subprocess.run(
-        [sys.executable, __file__], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
-    )
+    alone = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__], env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     for arch in SHARED:

@@ -240,16 +240,17 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "models"
 
 
-def test_its_weights_and_its_tokenizer_are_written_once(written, cache):
+def test_its_weights_and_its_tokenizer_are_written_once(written, cache, capsys):
     path, model = written
+    load.logging.enable_progress_bar()
     loaded, tokenizer = load_model(str(path))
     for name, weight in model.state_dict().items():
         assert (loaded.state_dict()[name] - weight).abs().max() < 1e-3, name  # Q8_0
     assert config_of(str(path)).num_hidden_layers == model.config.num_hidden_layers
     assert tokenizer.decode(tokenizer("def main(x):").input_ids, skip_special_tokens=True) == "def main(x):"
+    assert "Loading weights" not in capsys.readouterr().err  # nor in the outputs of a page that reads the file first
     (weights,) = cache.rglob("model.safetensors")
-    made = weights.stat().st_mtime_ns
-    again, _ = load_model(str(path))
+    made, (again, _) = weights.stat().st_mtime_ns, load_model(str(path))
     assert weights.stat().st_mtime_ns == made
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), again.parameters(), strict=True))
     weights.write_bytes(weights.read_bytes()[:-9])

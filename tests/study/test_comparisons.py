@@ -10,7 +10,7 @@ import pytest
 
 from vqkv import presets
 from vqkv.study import tables
-from vqkv.study.experiments import against_own, designs, frontier, predictors, retrieval
+from vqkv.study.experiments import against_own, designs, frontier, predictors, retrieval, rule
 from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.experiments.comparisons import at_equal_bits, paired_ratio
 from vqkv.study.experiments.frontier import TRIALS, WORTH, chosen_settings, total_bits, tuning
@@ -55,6 +55,11 @@ def row(label, bits, kl, side_bytes=0, predicted=False):
     about |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
     model = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
     return about | {name: bits_with_side(about, model, tokens) for name, tokens in predictors.CONTEXTS.items()}
+
+
+def test_a_file_of_weights_is_not_read_onto_the_meta_device(monkeypatch):
+    monkeypatch.setattr(rule, "config_of", lambda name, get=rule.config_of: rule.torch.ones(1).item() and get(name))
+    assert rule.cache_shape("vqkv/llama-mini").width == 128
 
 
 @pytest.mark.parametrize(
@@ -143,10 +148,8 @@ def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
 
 
 def test_side_information_pays_from_where_the_bits_that_it_saves_outweigh_it():
-    rows = table(
-        ("best-short", 1, 2, 0.1), ("best-short", 2, 4, 0.001), ("best-mid", 1, 1, 0.2), ("best-mid", 2, 2, 0.01)
-    )
-    thresholds = pays_from(rows, "best-short", "best-mid", 1000)
+    points = ("best-short", 1, 2, 0.1), ("best-short", 2, 4, 0.001), ("best-mid", 1, 1, 0.2), ("best-mid", 2, 2, 0.01)
+    thresholds = pays_from(table(*points), "best-short", "best-mid", 1000)
     at = 1 + np.log(0.2 / 0.1) / np.log(0.2 / 0.01)
     assert thresholds.index.tolist() == [1] and thresholds.item() == pytest.approx(8e6 / 1000 / (2 - at))
 

@@ -43,8 +43,6 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
     dtype = dtype or (torch.float32 if on_cpu else "auto")
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # which would end up in a notebook's output
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -67,6 +65,8 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
 def _path(name: str):
     """Return the folder of a bundled model, or of a GGUF file's weights in fp32; any other name as it is. Raises
     ``DataError`` if the file, or the package that has it, is missing."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # which would end up in a notebook's output
     path = Path(name).expanduser()
     if name in PACKAGED:
         package, file = PACKAGED[name]

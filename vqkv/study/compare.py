@@ -215,8 +215,10 @@ def _generated(subject: Subject, compressor, text_len: int) -> dict:
     own, exact = (Generation(subject.model, system) for system in (compressor, Uncompressed()))
     attention = subject.model.config._attn_implementation
     subject.model.set_attn_implementation("vqkv_packed" if attention == "sdpa" else attention)
-    ms, ms_exact = (row["decode_ms"] for row in timed_run({"": own, REFERENCE: exact}, tokens, STEPS, rounds=1))
-    subject.model.set_attn_implementation(attention)
+    try:
+        ms, ms_exact = (row["decode_ms"] for row in timed_run({"": own, REFERENCE: exact}, tokens, STEPS, rounds=1))
+    finally:  # the next system's losses are not measured in place
+        subject.model.set_attn_implementation(attention)
     report = own.cache.report()
     memory = {"resident_mb": report.resident_bytes / 1e6, "resident_mb_exact": 2 * report.dynamic_values / 1e6}
     return {"ms": ms, "ms_exact": ms_exact} | memory

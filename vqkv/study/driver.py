@@ -130,8 +130,7 @@ class Study:
         imports = IMPORTS if any("import experiments" in cell.source for cell in notebook.cells) else ""
         with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
             told = f"{imports}from vqkv.study import steering\nsteering.current = steering.{steering!r}"
-            first = nbformat.v4.new_code_cell(told)
-            notebook.cells.insert(0, first)
+            notebook.cells.insert(0, first := nbformat.v4.new_code_cell(told))
             client.execute_cell(first, 0, store_history=False)
             del notebook.cells[0]
             for number, cell in enumerate(notebook.cells):

@@ -14,6 +14,7 @@ from vqkv.errors import DataError, UnknownNameError
 PROFILES = Path(__file__).parent / "profiles"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 METADATA |= {"language_info": {"name": "python"}}
+WIDGET = "application/vnd.jupyter.widget-view+json"  # a bar of progress, as tqdm draws it in a notebook
 TOLERANT = "raises-exception"  # nbclient goes on after an error in a cell with this tag
 REFUSALS = ["DataError", "NameError"]  # of a table that this model cannot have, and of what would have read it
 HOLDS = "holds"
@@ -61,9 +62,8 @@ def fit(value, default, what: str):
         return [fit(entry, default[0], f"{what}[{i}]") if default else entry for i, entry in enumerate(value)]
     if default is None or type(value) is type(default):
         return value
-    raise DataError(
-        f"{what} = {value!r} is {type(value).__name__}; the notebook has {default!r} ({type(default).__name__})"
-    )
+    message = f"{what} = {value!r} is {type(value).__name__}; the notebook has {default!r} ({type(default).__name__})"
+    raise DataError(message)
 
 
 def is_tagged(path: Path, tag: str) -> bool:
@@ -72,8 +72,10 @@ def is_tagged(path: Path, tag: str) -> bool:
 
 
 def strip(notebook: NotebookNode) -> NotebookNode:
-    """Remove what differs between equal runs: all metadata but tags, and interpreter versions."""
+    """Remove what differs between equal runs: all metadata but tags, interpreter versions, bars of progress."""
     for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
         cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
     notebook.metadata = METADATA
     return notebook

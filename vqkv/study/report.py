@@ -26,9 +26,8 @@ were computed by the code folded away beside them."""
 def report(out: Path = Path("report"), notebooks: Path | None = None) -> list[Path]:
     """Render every notebook of a folder (by default the repository's) into the folder ``out``; returns the files."""
     pages = {path.stem: _page(path) for path in all_notebooks(notebooks or repository_root() / "notebooks")}
-    exporter = HTMLExporter(
-        template_name="basic", template_file="page.html.j2", extra_template_paths=[str(TEMPLATES)], **EXCLUDED
-    )
+    paths = [str(TEMPLATES)]
+    exporter = HTMLExporter(template_name="basic", template_file="page.html.j2", extra_template_paths=paths, **EXCLUDED)
     files = []
     links = "\n".join(f"- [{page.metadata['title']}]({name}.html)" for name, page in pages.items())
     listed = [nbformat.v4.new_markdown_cell(f"{ABOUT}\n\n{links}")]

@@ -52,8 +52,9 @@ def _hull(x: pd.Series, y: pd.Series) -> list:
 
 def cache_shape(model: str) -> Shape:
     """Return layers, KV heads and their width of a model by name, as if no layer had a sliding window."""
+    config = config_of(model)  # not below: of a GGUF file it comes with the weights
     with torch.device("meta"):
-        return model_shape(AutoModelForCausalLM.from_config(config_of(model).get_text_config()))
+        return model_shape(AutoModelForCausalLM.from_config(config.get_text_config()))
 
 
 def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd.Series:

@@ -112,9 +112,8 @@ def proxy_dots(correlations):
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))
     middle, label = rows["correlation"], basename(model)
     error = whiskers(middle, rows["low"], rows["high"])
-    ax.errorbar(
-        middle, positions - 0.15, xerr=error, fmt="o", color=colour_of(model), label=label, ms=8, elinewidth=1.8
-    )
+    colour, at = colour_of(model), positions - 0.15
+    ax.errorbar(middle, at, xerr=error, fmt="o", color=colour, label=label, ms=8, elinewidth=1.8)
     ax.axhspan(len(rows) - 1.5, len(rows) - 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
     ax.set(title=f"facts in text, {rows['bits'].iloc[0]} ({rows['systems'].max()} systems)", xlim=(-0.1, 1))
     ax.set_yticks(positions, PROXIES.values())
